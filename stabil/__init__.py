@@ -1,0 +1,1 @@
+"""Keeps large-model training in JAX stable."""
