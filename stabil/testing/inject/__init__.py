@@ -1,0 +1,48 @@
+"""Plants faults in a training run, the same ones each time.
+
+A `Fault` says what goes wrong, where and when; a schedule is a tuple of them. Each
+function below takes a schedule, the step and one part of the run, and hands that part
+back with the faults that are due. `activations` is a context for the forward pass.
+
+The step may be a Python integer, between steps, or a traced scalar inside a compiled
+step, so that one compile serves a whole run. A step without a fault is untouched bit
+for bit. What a fault draws depends on its seed, the step and the leaf's name, and on
+nothing else: every process of a run plants the same.
+
+Examples:
+  >>> import jax.numpy as jnp
+  >>> from stabil.testing import inject
+  >>> outlier = inject.Fault(
+  ...     kind="scale", place="gradients", step=3, where="mlp/kernel", size=1000.0
+  ... )
+  >>> grads = {"mlp": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}}
+  >>> hit = inject.gradients((outlier,), 3, grads)
+  >>> print(hit["mlp"]["kernel"], hit["mlp"]["bias"])
+  [1000. 1000.] [1. 1.]
+  >>> print(outlier)
+  scale in gradients mlp/kernel at step 3
+"""
+
+from ._activations import activations as activations
+from ._fault import KINDS as KINDS
+from ._fault import PLACES as PLACES
+from ._fault import Fault as Fault
+from ._fault import due as due
+from ._places import batch as batch
+from ._places import gradients as gradients
+from ._places import loss as loss
+from ._places import moments as moments
+from ._places import parameters as parameters
+
+__all__ = [
+    "KINDS",
+    "PLACES",
+    "Fault",
+    "activations",
+    "batch",
+    "due",
+    "gradients",
+    "loss",
+    "moments",
+    "parameters",
+]
