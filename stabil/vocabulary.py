@@ -274,4 +274,5 @@ class Controls(NamedTuple):
           >>> print(Controls.untouched().learning_rate_scale)
           1.0
         """
-        return cls(jnp.ones([], jnp.float32), jnp.zeros([], bool), jnp.zeros([], jnp.int32))
+        one = jnp.ones([], jnp.float32)
+        return cls(one, jnp.zeros([], bool), jnp.zeros([], jnp.int32))

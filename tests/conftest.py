@@ -18,3 +18,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def rng() -> np.random.Generator:
     """A seeded generator, the same for every run of a test."""
     return np.random.default_rng(20261129)
+
+
+@pytest.fixture
+def standard_promotion():
+    """For tests that run Optax's own optimizers, which mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -1,0 +1,168 @@
+"""One verdict per step, joined from the loss, gradients, activations and updates.
+
+All signals stand in one vector: loss, global gradient norm, norm of each gradient leaf,
+norm of each update leaf, magnitude of each row of the readings. Positive signals are
+judged on their logarithm, the loss as it is (it may be negative).
+
+Severity by rule:
+  BLOCK  something is not finite; an activation jumps, and by that passes 100 times its
+         level at the end of the warm-up, or does so while loss or gradient spike; the
+         update of one leaf jumps out of line with all others (damaged moments)
+  WARN   a spike that lasts, a level that was re-learnt, a norm too large to square, an
+         activation that grew past its limit slowly (the limit then starts afresh)
+  WATCH  a single spike of the loss, of the gradient or of an activation
+Every finite BLOCK ends by itself: after `max_consecutive_steps` the level is re-learnt.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stabil.detectors import _findings
+from stabil.detectors._baseline import BaselineState, deviate, observe
+from stabil.detectors._findings import Evidence
+from stabil.vocabulary import Readings, Verdict
+
+_DECAY = 0.98
+_LOG_FLOOR = 0.05  # 5 % of the signal: norms closer than this are the same
+_LOSS_FLOOR = 0.02  # of the level
+_FIRST_LOG_DEVIATION = 0.5
+_LASTING = 3  # outliers in a row that make a spike a WARN
+
+
+class JudgeState(NamedTuple):
+    """What the judge remembers, with G gradient leaves and room for R rows.
+
+    Attributes:
+      signals: `BaselineState` over `[2 + 2 G]`: the loss, the log of the global
+        gradient norm, of each gradient leaf's norm and of each update leaf's norm.
+      activations: `BaselineState` over `[R]`: the log of each row's magnitude.
+      rows: uint32 scalar, fingerprint of the readings' row names; the rows' baseline
+        starts again when it changes.
+    """
+
+    signals: BaselineState
+    activations: BaselineState
+    rows: jax.Array
+
+    @classmethod
+    def empty(cls, leaves: int, max_readings: int) -> JudgeState:
+        """A judge that has seen nothing."""
+        return cls(
+            BaselineState.empty(2 + 2 * leaves),
+            BaselineState.empty(max_readings),
+            jnp.zeros([], jnp.uint32),
+        )
+
+
+class Judgement(NamedTuple):
+    """A verdict and what follows from it.
+
+    Attributes:
+      verdict: the `Verdict`.
+      state: the next `JudgeState`.
+      damaged: bool `[G]`, leaves whose optimizer moments look damaged.
+    """
+
+    verdict: Verdict
+    state: JudgeState
+    damaged: jax.Array
+
+
+def read_rows(readings: Readings | None, size: int) -> tuple[jax.Array, jax.Array]:
+    """Magnitudes float32 `[size]` and non-finite marks bool `[size]` of the rows."""
+    values = jnp.full([size], jnp.nan, jnp.float32)
+    marks = jnp.zeros([size], bool)
+    if readings is None:
+        return values, marks
+    rows = len(readings.names)
+    for statistic in ("absmax", "rms"):
+        if statistic in readings:
+            values = values.at[:rows].set(readings[statistic].astype(jnp.float32))
+            break
+    for statistic in ("nan_count", "inf_count"):
+        if statistic in readings:
+            marks = marks.at[:rows].set(marks[:rows] | (readings[statistic] > 0))
+    return values, marks
+
+
+def _log(x: jax.Array) -> jax.Array:
+    """Logarithm of a positive finite signal, NaN for anything else."""
+    usable = jnp.isfinite(x) & (x > 0)
+    return jnp.where(usable, jnp.log(jnp.where(usable, x, 1.0)), jnp.nan)
+
+
+def _where(pred: jax.Array, new: BaselineState, old: BaselineState) -> BaselineState:
+    return jax.tree.map(lambda n, o: jnp.where(pred, n, o), new, old)
+
+
+def judge(
+    state: JudgeState,
+    evidence: Evidence,
+    *,
+    threshold: float,
+    warmup_steps: int,
+    max_consecutive_steps: int,
+    rows_fingerprint: jax.Array,
+) -> Judgement:
+    """Judges one step; pure, with no host read.
+
+    Args:
+      state: what was normal so far.
+      evidence: the signals of this step.
+      threshold: robust standard deviations beyond which the loss or the global gradient
+        norm is a spike.
+      warmup_steps: steps during which only finiteness judges.
+      max_consecutive_steps: outliers in a row before a level is re-learnt.
+      rows_fingerprint: uint32 scalar that names the rows of the readings.
+    """
+    e, base = evidence, state.signals
+    norms = jnp.sqrt(jnp.concatenate([e.gradient_sums, e.update_sums]))
+    norm = jnp.sqrt(jnp.sum(e.gradient_sums))
+    x = jnp.concatenate([e.loss[None], _log(jnp.concatenate([norm[None], norms]))])
+    is_loss = jnp.arange(x.shape[0]) == 0
+    loss_floor = _LOSS_FLOOR * jnp.abs(base.location) + 1e-6
+    floor = jnp.where(is_loss, loss_floor, _LOG_FLOOR)
+    d = deviate(base, x, floor=floor, warmup_steps=warmup_steps)
+
+    known = state.rows == rows_fingerprint
+    rows = _where(known, state.activations, BaselineState.empty(e.magnitudes.shape[0]))
+    y = _log(e.magnitudes)
+    log_floor = jnp.float32(_LOG_FLOOR)
+    dy = deviate(rows, y, floor=log_floor, warmup_steps=warmup_steps)
+
+    limits = _findings.past_limit(dy, y, rows)
+    found = _findings.find(e, x, d, base, dy, limits, threshold)
+    memory = dict(
+        threshold=threshold,
+        decay=_DECAY,
+        warmup_steps=warmup_steps,
+        max_consecutive_steps=max_consecutive_steps,
+    )
+    start = jnp.where(is_loss, 0.1 * jnp.abs(x) + 1e-6, _FIRST_LOG_DEVIATION)
+    new, rises = observe(base, x, d, first_deviation=start, **memory)
+    start = jnp.float32(_FIRST_LOG_DEVIATION)
+    new_rows, _ = observe(rows, y, dy, first_deviation=start, **memory)
+    # A limit that was reached without a jump is one event: the limit starts afresh.
+    grown = limits & ~found.row_jumps
+    reference = jnp.where(grown, new_rows.location, new_rows.reference)
+    new_rows = new_rows._replace(reference=reference)
+
+    risen = jnp.any(rises[:2])
+    spiking = jnp.stack([found.loss_spike, found.norm_spike])
+    lasting = jnp.any(spiking & (new.streak[:2] >= _LASTING))
+    score = jnp.maximum(jnp.max(d.score), jnp.max(dy.score, initial=0.0))
+    verdict = Verdict(
+        flags=_findings.union(found, risen),
+        severity=_findings.severity(found, lasting, risen),
+        first=_findings.first_signal(found, d),
+        score=jnp.maximum(score, 0.0),
+    )
+    # A step with a non-finite value says nothing of what is normal.
+    new = _where(found.nonfinite, base, new)
+    new_rows = _where(found.nonfinite, rows, new_rows)
+    new_state = JudgeState(new, new_rows, rows_fingerprint)
+    return Judgement(verdict, new_state, found.damaged | found.bad_updates)

@@ -1,0 +1,264 @@
+"""A wrapper that lets no bad step through to the parameters."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stabil import _tree
+from stabil.detectors import Evidence, JudgeState, judge, read_rows
+from stabil.transforms import _check
+from stabil.transforms._moments import restart_moments
+from stabil.transforms._spike_aware import count, spike_aware
+from stabil.vocabulary import Controls, Measures, Readings, Severity, Tally, Verdict
+
+
+class GuardState(NamedTuple):
+    """State of `guard`.
+
+    Attributes:
+      inner_state: state of the guarded optimizer.
+      clip_state: state of the clip.
+      judge_state: `JudgeState`, what is normal for every signal.
+      verdict: `Verdict` of the newest step.
+      tally: `Tally` since the run began.
+      measures: `Measures` of the newest step.
+    """
+
+    inner_state: Any
+    clip_state: Any
+    judge_state: JudgeState
+    verdict: Verdict
+    tally: Tally
+    measures: Measures
+
+
+def guard(
+    inner: optax.GradientTransformation,
+    *,
+    clip: optax.GradientTransformation | None | str = "spike_aware",
+    reset: bool = True,
+    threshold: float = 6.0,
+    warmup_steps: int = 20,
+    max_consecutive_steps: int = 5,
+    max_readings: int = 256,
+) -> optax.GradientTransformationExtraArgs:
+    """Judges every step before the optimizer acts, and blocks the bad ones.
+
+    A blocked step returns zero updates and leaves the optimizer's state (moments,
+    counters, schedules) bit-identical, by select. What blocks: a loss, gradient,
+    activation or update that is not finite, and the jumps named in `stabil.detectors`.
+    A spike of the gradient alone is clipped, not blocked. Blocks for finite values end
+    after `max_consecutive_steps`, when the new level is taken as normal; blocks for
+    non-finite values last as long as their cause: watch `tally.blocked_in_a_row`.
+
+    Place: outermost, around the whole chain, inside `optax.MultiSteps`. Does not: guard
+    state outside the optimizer, such as batch statistics; select it yourself with
+    `stabil.select(stabil.vitals(opt_state), new, old)`. Does not: see every entry of
+    the update; it reads a few columns of each leaf, which keeps the cost of clipping.
+    With no anomaly, params and inner state are bit-equal to an unguarded run on CPU, as
+    long as XLA compiles the optimizer alike (tested for the optimizers in
+    `tests/transforms/test_guard.py`).
+
+    Args:
+      inner: the optimizer to guard.
+      clip: transformation that bounds the gradient before `inner`; `"spike_aware"` for
+        `stabil.spike_aware` with this guard's `threshold`, `warmup_steps` and
+        `max_consecutive_steps`, or None for no clipping.
+      reset: whether to restart the moments of a leaf whose update jumps out of line
+        with all others while its gradient is sound, on the step that is blocked for it:
+        first moments become 0, second moments the leaf's present mean square.
+      threshold: robust standard deviations beyond which the loss or the gradient norm
+        is a spike; > 0.
+      warmup_steps: steps during which only finiteness judges; >= 1.
+      max_consecutive_steps: finite refusals in a row before the level is re-learnt.
+      max_readings: rows of `readings` to make room for in the state; >= 0.
+
+    Returns:
+      Transformation. `update` takes these extra arguments, all optional: `loss`, a
+      scalar of any floating dtype; `readings`, `stabil.Readings` of this step;
+      `controls`, `stabil.Controls`. They and any others are also passed to `inner`.
+      Updates keep shape and dtype. State: `GuardState`, fixed shapes.
+
+    Raises:
+      ValueError: a hyperparameter is out of range; at trace time, a loss that is no
+        scalar, or readings with more rows than `max_readings`.
+      TypeError: `inner` or `clip` is no gradient transformation.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, stabil
+      >>> tx = stabil.guard(optax.adam(0.1))
+      >>> state = tx.init(jnp.ones(3))
+      >>> updates, state = tx.update(jnp.array([1.0, jnp.nan, 1.0]), state)
+      >>> print(updates)
+      [0. 0. 0.]
+      >>> stabil.vitals(state).causes
+      ('nonfinite_gradient',)
+    """
+    _check.positive("guard", threshold=threshold)
+    _check.at_least(
+        "guard",
+        1,
+        warmup_steps=warmup_steps,
+        max_consecutive_steps=max_consecutive_steps,
+    )
+    _check.at_least("guard", 0, max_readings=max_readings)
+    if isinstance(clip, str) and clip == "spike_aware":
+        clip = spike_aware(
+            threshold=threshold,
+            warmup_steps=warmup_steps,
+            max_consecutive_steps=max_consecutive_steps,
+        )
+    clip = optax.identity() if clip is None else clip
+    for name, value in (("inner", inner), ("clip", clip)):
+        if not isinstance(value, optax.GradientTransformation):
+            raise TypeError(
+                f"guard: needed an optax.GradientTransformation for {name}, got "
+                f"{value!r}; write stabil.guard(optax.adamw(3e-4), "
+                "clip=stabil.spike_aware())"
+            )
+    inner = optax.with_extra_args_support(inner)
+    clip = optax.with_extra_args_support(clip)
+
+    def init(params: Any) -> GuardState:
+        return GuardState(
+            inner_state=inner.init(params),
+            clip_state=clip.init(params),
+            judge_state=JudgeState.empty(
+                len(_tree.measured_names(params)), max_readings
+            ),
+            verdict=Verdict.clear(),
+            tally=Tally.zero(),
+            measures=Measures.unmeasured(),
+        )
+
+    def update(
+        updates: Any,
+        state: GuardState,
+        params: Any = None,
+        *,
+        loss: Any = None,
+        readings: Readings | None = None,
+        controls: Controls | None = None,
+        **extra: Any,
+    ) -> tuple[Any, GuardState]:
+        grads = updates
+        sums = _tree.sums_of_squares(grads)
+        passed = dict(extra, loss=loss, readings=readings, controls=controls)
+        passed = {k: v for k, v in passed.items() if v is not None}
+        clipped, clip_state = clip.update(
+            grads, state.clip_state, params, norms=jnp.sqrt(sums), **passed
+        )
+        updates, inner_state = inner.update(
+            clipped, state.inner_state, params, **passed
+        )
+        found = judge(
+            state.judge_state,
+            _evidence(sums, updates, loss, readings, max_readings),
+            threshold=threshold,
+            warmup_steps=warmup_steps,
+            max_consecutive_steps=max_consecutive_steps,
+            rows_fingerprint=_mark(state.judge_state.rows, readings),
+        )
+        ok = found.verdict.severity < int(Severity.BLOCK)
+        restart = found.damaged & ~ok & jnp.asarray(reset)
+        if controls is not None:
+            restart |= controls.reset_moments
+        restart &= jnp.isfinite(sums)
+        factor = _clip_factor(clip_state)
+        update_norm = jnp.sqrt(jnp.sum(_tree.sampled_sums_of_squares(updates)))
+        new = GuardState(
+            inner_state=restart_moments(
+                _tree.select(ok, inner_state, state.inner_state),
+                grads,
+                restart,
+                sums / _sizes(grads),
+            ),
+            clip_state=_tree.select(ok, clip_state, state.clip_state),
+            judge_state=found.state,
+            verdict=found.verdict,
+            tally=count(state.tally, found.verdict, factor < 1, jnp.sum(restart)),
+            measures=Measures(
+                _scalar(loss), jnp.sqrt(jnp.sum(sums)), factor, update_norm
+            ),
+        )
+        return _tree.zeros_unless(ok, _slowed(updates, controls)), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _scalar(loss: Any) -> jax.Array:
+    if loss is None:
+        return jnp.full([], jnp.nan, jnp.float32)
+    if jnp.shape(loss) != ():
+        raise ValueError(
+            f"guard: needed a scalar loss, got one of shape {jnp.shape(loss)}; write "
+            "tx.update(grads, opt_state, params, loss=loss.mean())"
+        )
+    return jnp.asarray(loss).astype(jnp.float32)
+
+
+def _evidence(
+    sums: jax.Array, updates: Any, loss: Any, readings: Any, max_readings: int
+) -> Evidence:
+    if readings is not None:
+        if not isinstance(readings, Readings) or readings.values.ndim != 2:
+            got = jnp.shape(getattr(readings, "values", readings))
+            raise ValueError(
+                "guard: needed stabil.Readings with values [rows, statistics], got "
+                f"{type(readings).__name__} of shape {got}; write logits, readings = "
+                "probed.apply(...) and hand readings= on as they are"
+            )
+        if len(readings.names) > max_readings:
+            rows = len(readings.names)
+            raise ValueError(
+                f"guard: needed at most {max_readings} rows of readings, got {rows}; "
+                f"write stabil.guard(..., max_readings={rows}) or a narrower "
+                "stabil.probe(model, where=...)"
+            )
+    magnitudes, marks = read_rows(readings, max_readings)
+    return Evidence(
+        loss=_scalar(loss),
+        loss_given=loss is not None,
+        gradient_sums=sums,
+        update_sums=_tree.sampled_sums_of_squares(updates),
+        magnitudes=magnitudes,
+        nonfinite_rows=marks,
+    )
+
+
+def _mark(old: jax.Array, readings: Readings | None) -> jax.Array:
+    if readings is None:
+        return old
+    return jnp.asarray(_tree.fingerprint(readings.names))
+
+
+def _sizes(tree: Any) -> jax.Array:
+    sizes = [jnp.size(x) for x in jax.tree.leaves(tree) if _tree.is_measured(x)]
+    return jnp.maximum(jnp.asarray(sizes, jnp.float32), 1)
+
+
+def _clip_factor(clip_state: Any) -> jax.Array:
+    """The smallest factor that any clip in the state reports; 1 where none does."""
+    found = optax.tree.get_all_with_path(clip_state, "clip_factor")
+    factor = jnp.ones([], jnp.float32)
+    for _, value in found:
+        factor = jnp.minimum(factor, value)
+    return factor
+
+
+def _slowed(updates: Any, controls: Controls | None) -> Any:
+    if controls is None:
+        return updates
+    scale = controls.learning_rate_scale
+
+    def slow(u: Any) -> Any:
+        if not _tree.is_measured(u):
+            return u
+        # A select, since a product with 1.0 changes last bits after fusion.
+        return jnp.where(scale == 1, u, (u * scale.astype(u.dtype)).astype(u.dtype))
+
+    return jax.tree.map(slow, updates)

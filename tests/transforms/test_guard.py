@@ -1,0 +1,390 @@
+"""The guard on streams with events, and its promise to change nothing when idle."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stabil
+from stabil.vocabulary import Cause, Severity
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+STEPS, EVENT, SEEDS = 1000, 400, 3
+
+
+def streams(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A healthy run: gradients `[steps, 256]` and losses `[steps]`."""
+    rng = np.random.default_rng(seed)
+    norms = 0.5 * np.exp(0.15 * rng.normal(size=STEPS))
+    directions = rng.normal(size=(STEPS, 256))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    decay = 3.0 * np.exp(-np.arange(STEPS) / 150)
+    losses = 2.5 + decay + 0.04 * rng.normal(size=STEPS)
+    return (norms[:, None] * directions).astype(np.float32), losses.astype(np.float32)
+
+
+@functools.cache
+def _run():
+    tx = stabil.guard(optax.adam(1e-3))
+
+    def step(carry, inputs):
+        params, state = carry
+        grads, loss = inputs
+        updates, state = tx.update(grads, state, params, loss=loss)
+        params = optax.apply_updates(params, updates)
+        v = stabil.vitals(state)
+        row = (v.verdict, v.measures.clip_factor, jnp.all(jnp.isfinite(params)))
+        return (params, state), row
+
+    def run(grads, losses):
+        params = jnp.zeros(256)
+        (params, state), rows = jax.lax.scan(
+            step, (params, tx.init(params)), (grads, losses)
+        )
+        return params, stabil.vitals(state).tally, rows
+
+    return jax.jit(jax.vmap(run))
+
+
+def run(edit):
+    """Runs all seeds with `edit(grads, losses)` made to each stream in place."""
+    pairs = [streams(seed) for seed in range(SEEDS)]
+    for grads, losses in pairs:
+        edit(grads, losses)
+    grads, losses = (np.stack(x) for x in zip(*pairs, strict=True))
+    return _run()(grads, losses)
+
+
+def clean(grads, losses):
+    pass
+
+
+def nan_element(grads, losses):
+    grads[EVENT, 7] = np.nan
+
+
+def inf_element(grads, losses):
+    grads[EVENT, 7] = np.inf
+
+
+def nan_everywhere(grads, losses):
+    grads[EVENT] = np.nan
+    losses[EVENT] = np.nan
+
+
+def inf_loss(grads, losses):
+    losses[EVENT] = np.inf
+
+
+def test_clean_steps_are_never_skipped_nor_clipped():
+    _, tally, (verdict, factor, _) = run(clean)
+    assert np.all(tally.judged_steps == STEPS)
+    assert np.all(tally.blocked_steps == 0)
+    assert np.all(factor == 1)
+    assert np.all(verdict.severity < Severity.WARN)
+
+
+@pytest.mark.parametrize(
+    "edit, cause",
+    [
+        (nan_element, Cause.NONFINITE_GRADIENT),
+        (inf_element, Cause.NONFINITE_GRADIENT),
+        (nan_everywhere, Cause.NONFINITE_LOSS | Cause.NONFINITE_GRADIENT),
+        (inf_loss, Cause.NONFINITE_LOSS),
+    ],
+)
+def test_one_nonfinite_step_costs_exactly_that_step(edit, cause):
+    params, tally, (verdict, _, finite) = run(edit)
+    assert np.all(tally.blocked_steps == 1)
+    assert np.all(verdict.severity[:, EVENT] == Severity.BLOCK)
+    assert np.all(verdict.flags[:, EVENT] == int(cause))
+    assert np.all(finite)
+
+
+def test_second_spike_is_seen_after_the_first():
+    def edit(grads, losses):
+        for at, ratio, rise in ((EVENT, 100, 5), (EVENT + 30, 30, 2)):
+            grads[at] *= ratio
+            losses[at] += rise
+
+    _, tally, (verdict, factor, _) = run(edit)
+    both = int(Cause.LOSS_SPIKE | Cause.GRADIENT_SPIKE)
+    for at in (EVENT, EVENT + 30):
+        assert np.all(verdict.flags[:, at] & both == both)
+        assert np.all(factor[:, at] < 0.2)
+        assert np.all(verdict.severity[:, at] == Severity.WATCH)
+    assert np.all(tally.clipped_steps == 2)
+
+
+@pytest.mark.parametrize("ratio", [10, 60])
+def test_lasting_change_of_the_norm_is_one_event(ratio):
+    def edit(grads, losses):
+        grads[EVENT:] *= ratio
+
+    _, tally, (verdict, factor, _) = run(edit)
+    assert np.all(factor[:, EVENT] < 1)
+    assert np.all(factor[:, EVENT + 10 :] == 1)
+    assert np.all(tally.blocked_steps == 0)
+    shifts = (verdict.flags & int(Cause.LEVEL_SHIFT)) != 0
+    assert np.all(shifts.sum(axis=1) == 1)
+
+
+def test_large_norm_at_the_start_is_no_event():
+    def edit(grads, losses):
+        grads *= (1 + 100 * np.exp(-np.arange(STEPS) / 30))[:, None].astype(np.float32)
+
+    _, tally, _ = run(edit)
+    assert np.all(tally.blocked_steps == 0)
+    assert np.all(tally.clipped_steps == 0)
+
+
+def test_burst_does_not_blind_the_guard():
+    def edit(grads, losses):
+        grads[EVENT : EVENT + 8] *= 20
+        grads[EVENT + 20] *= 20
+
+    _, _, (verdict, factor, _) = run(edit)
+    assert np.all(factor[:, EVENT + 20] < 0.3)
+    assert np.all(factor[:, EVENT + 21 :] == 1)
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "adamw, schedule and decay": lambda: optax.adamw(
+        optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, 200), weight_decay=0.1
+    ),
+    "sgd with momentum": lambda: optax.sgd(0.05, momentum=0.9),
+    "lion": lambda: optax.lion(1e-3),
+    "adagrad": lambda: optax.adagrad(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-3),
+}
+
+
+def _problem():
+    rng = np.random.default_rng(5)
+    params = {
+        "a": {"kernel": rng.normal(size=(24, 48)) / 5, "bias": np.zeros(48)},
+        "b": {"kernel": rng.normal(size=(48, 8)) / 7, "bias": np.zeros(8)},
+    }
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    xs = jnp.asarray(rng.normal(size=(200, 32, 24)), jnp.float32)
+
+    def loss_fn(params, x):
+        hidden = jax.nn.gelu(x @ params["a"]["kernel"] + params["a"]["bias"])
+        out = hidden @ params["b"]["kernel"] + params["b"]["bias"]
+        return jnp.mean((out - jnp.sin(x[:, :8])) ** 2)
+
+    return params, xs, loss_fn
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_idle_guard_is_bit_equal_over_200_steps(name):
+    params, xs, loss_fn = _problem()
+
+    def train(tx, **extra_of):
+        @jax.jit
+        def step(params, state, x):
+            loss, grads = jax.value_and_grad(loss_fn)(params, x)
+            extra = {k: v(loss) for k, v in extra_of.items()}
+            updates, state = tx.update(grads, state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        p, s = params, tx.init(params)
+        for x in xs:
+            p, s = step(p, s, x)
+        return p, s
+
+    plain, plain_state = train(OPTIMIZERS[name]())
+    controls = stabil.Controls.untouched()
+    guarded, state = train(
+        stabil.guard(OPTIMIZERS[name]()),
+        loss=lambda loss: loss,
+        controls=lambda loss: controls,
+    )
+    tally = stabil.vitals(state).tally
+    assert int(tally.judged_steps) == 200
+    assert int(tally.blocked_steps) == 0 and int(tally.clipped_steps) == 0
+    for a, b in zip(
+        jax.tree.leaves((plain, plain_state)),
+        jax.tree.leaves((guarded, state.inner_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_blocked_step_leaves_everything_bit_identical():
+    schedule = optax.linear_schedule(1e-2, 1e-3, 50)
+    tx = stabil.guard(optax.adamw(schedule, weight_decay=0.1))
+    params = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4)}
+    update = jax.jit(tx.update)
+    state = tx.init(params)
+    for i in range(10):
+        grads = {"w": params["w"] + i}
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    bad = {"w": params["w"].at[0, 0].set(jnp.nan)}
+    updates, blocked = update(bad, state, params)
+    assert not np.any(updates["w"])
+    for a, b in zip(
+        jax.tree.leaves((state.inner_state, state.clip_state)),
+        jax.tree.leaves((blocked.inner_state, blocked.clip_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_garbage_in_a_moment_is_blocked_reset_and_named():
+    params, xs, loss_fn = _problem()
+    tx = stabil.guard(optax.adamw(1e-3))
+
+    @jax.jit
+    def step(params, state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, state = tx.update(grads, state, params, loss=loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = tx.init(params)
+    for x in xs[:60]:
+        params, state, loss = step(params, state, x)
+    adam = state.inner_state[0]
+    noise = jax.random.normal(jax.random.key(0), adam.mu["a"]["kernel"].shape)
+    mu = adam.mu | {"a": adam.mu["a"] | {"kernel": 10.0 * noise}}
+    broken = (adam._replace(mu=mu), *state.inner_state[1:])
+    before = params
+    params, state, _ = step(params, state._replace(inner_state=broken), xs[60])
+    v = stabil.vitals(state)
+    assert v.causes == ("update_spike",)
+    assert v.first == "updates/a/kernel"
+    assert int(v.tally.resets) == 1
+    np.testing.assert_array_equal(params["a"]["kernel"], before["a"]["kernel"])
+    assert not np.any(state.inner_state[0].mu["a"]["kernel"])
+    for x in xs[61:100]:
+        params, state, after = step(params, state, x)
+    assert int(stabil.vitals(state).tally.blocked_steps) == 1
+    assert float(after) < 1.1 * float(loss)
+
+
+def test_activation_jump_with_a_loss_spike_blocks_and_names_the_row():
+    tx = stabil.guard(optax.sgd(1e-2), max_readings=4)
+    params = jnp.ones(3)
+    names = ("block_0", "block_1", "block_2")
+
+    @jax.jit
+    def step(state, loss, absmax):
+        readings = stabil.Readings(absmax[:, None], names, ("absmax",))
+        _, state = tx.update(params, state, params, loss=loss, readings=readings)
+        return state, stabil.vitals(state, readings=readings)
+
+    rng = np.random.default_rng(0)
+    state = tx.init(params)
+    for _ in range(40):
+        noise = jnp.asarray(np.exp(0.05 * rng.normal(size=3)), jnp.float32)
+        state, v = step(state, jnp.float32(2 + 0.02 * rng.normal()), noise)
+        assert v.severity == Severity.OK
+    jumped = jnp.array([1.0, 60.0, 60.0])
+    _, alone = step(state, jnp.float32(2.0), jumped)
+    assert (alone.severity, alone.first) == (Severity.WATCH, "activations/block_1")
+    for i in range(7):
+        state, v = step(state, jnp.float32(6.0), jumped)
+        expected = Severity.BLOCK if i < 5 else Severity.OK
+        assert (i, v.severity) == (i, expected)
+        if i < 5:
+            assert v.first == "activations/block_1"
+
+
+def test_nonfinite_activation_is_named_before_the_loss():
+    tx = stabil.guard(optax.sgd(1e-2))
+    names, statistics = ("embed", "mlp"), ("nan_count", "inf_count", "absmax")
+    table = jnp.array([[0.0, 0.0, 1.0], [3.0, 0.0, 1.0]])
+    readings = stabil.Readings(table, names, statistics)
+    grads = {"w": jnp.full(2, jnp.nan)}
+    _, state = tx.update(grads, tx.init(grads), loss=jnp.nan, readings=readings)
+    v = stabil.vitals(state, readings=readings)
+    assert v.first == "activations/mlp"
+    assert v.causes == ("nonfinite_loss", "nonfinite_gradient", "nonfinite_activation")
+
+
+def test_controls_scale_the_update_and_restart_the_moments():
+    tx = stabil.guard(optax.adam(1e-2))
+    params = jnp.array([1.0, -2.0])
+    _, state = tx.update(params, tx.init(params), params)
+    plain, _ = tx.update(params, state, params)
+    controls = stabil.Controls.untouched()._replace(
+        learning_rate_scale=jnp.float32(0.25), reset_moments=jnp.bool_(True)
+    )
+    slowed, state = tx.update(params, state, params, controls=controls)
+    np.testing.assert_allclose(slowed, 0.25 * plain, rtol=1e-6)
+    assert not np.any(state.inner_state[0].mu)
+    assert int(stabil.vitals(state).tally.resets) == 1
+
+
+def test_wrong_arguments_are_explained():
+    def check(error, text, call):
+        with pytest.raises(error, match="^" + re.escape(text) + "$"):
+            call()
+
+    adam = optax.adam(1e-3)
+    check(
+        ValueError,
+        "guard: needed threshold > 0, got 0",
+        lambda: stabil.guard(adam, threshold=0),
+    )
+    check(
+        ValueError,
+        "guard: needed a whole number warmup_steps >= 1, got 0",
+        lambda: stabil.guard(adam, warmup_steps=0),
+    )
+    check(
+        TypeError,
+        "guard: needed an optax.GradientTransformation for inner, got 0.001; write "
+        "stabil.guard(optax.adamw(3e-4), clip=stabil.spike_aware())",
+        lambda: stabil.guard(1e-3),
+    )
+    check(
+        ValueError,
+        "spike_aware: needed 0 <= decay < 1, got 1.0",
+        lambda: stabil.spike_aware(decay=1.0),
+    )
+    check(
+        TypeError,
+        "spike_aware: needed a Python number for threshold, got '6' of type str; "
+        "hyperparameters are fixed when the transformation is built: write "
+        "spike_aware(threshold=1.0)",
+        lambda: stabil.spike_aware(threshold="6"),
+    )
+    tx = stabil.guard(adam, max_readings=1)
+    params = jnp.ones(2)
+    state = tx.init(params)
+    check(
+        ValueError,
+        "guard: needed a scalar loss, got one of shape (2,); write "
+        "tx.update(grads, opt_state, params, loss=loss.mean())",
+        lambda: tx.update(params, state, params, loss=params),
+    )
+    two = stabil.Readings(jnp.ones((2, 1)), ("a", "b"), ("absmax",))
+    check(
+        ValueError,
+        "guard: needed at most 1 rows of readings, got 2; write "
+        "stabil.guard(..., max_readings=2) or a narrower "
+        "stabil.probe(model, where=...)",
+        lambda: tx.update(params, state, params, readings=two),
+    )
+    check(
+        ValueError,
+        "guard: needed stabil.Readings with values [rows, statistics], got ArrayImpl "
+        "of shape (2,); write logits, readings = probed.apply(...) and hand readings= "
+        "on as they are",
+        lambda: tx.update(params, state, params, readings=params),
+    )
+    check(
+        ValueError,
+        "vitals: needed the state of a stabil transformation, got tuple without one; "
+        "write tx = stabil.guard(optax.adamw(3e-4)) or "
+        "optax.chain(stabil.spike_aware(), ...) and hand over the state that tx.update "
+        "returned",
+        lambda: stabil.vitals(adam.init(params)),
+    )
