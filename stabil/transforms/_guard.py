@@ -54,6 +54,7 @@ def guard(
     A spike of the gradient alone is clipped, not blocked. Blocks for finite values end
     after `max_consecutive_steps`, when the new level is taken as normal; blocks for
     non-finite values last as long as their cause: watch `tally.blocked_in_a_row`.
+    Quiet gradients pass unchanged.
 
     Place: outermost, around the whole chain, inside `optax.MultiSteps`. Does not: guard
     state outside the optimizer, such as batch statistics; select it yourself with

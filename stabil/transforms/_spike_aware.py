@@ -55,7 +55,7 @@ def spike_aware(
     A spike enters m and s as if it were 3 s away, so that it neither hides the next one
     nor raises the limit. A lasting change of the norm is taken as the new level after
     `max_consecutive_steps` clipped steps. A gradient with a NaN or an infinity becomes
-    zero and changes no statistic.
+    zero and changes no statistic. Quiet gradients pass unchanged.
 
     Place: first in `optax.chain`, or `clip=` of `stabil.guard`. Does not: stop the
     momentum or the weight decay of the optimizer after it on a step that it zeroes;

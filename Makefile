@@ -1,0 +1,40 @@
+# Two commands for a bare machine with Python 3.11 or newer:
+#   make demo   protects a real training run through real faults (under five minutes)
+#   make test   runs the tests
+# Both make a virtual environment in .venv and install what they need.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test slow lint types doctest clean
+
+demo: $(STAMP)
+	$(RUN) -m stabil.cli demo
+
+test: $(STAMP)
+	$(RUN) -m pytest
+
+slow: $(STAMP)
+	$(RUN) -m pytest -m slow
+
+lint: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(STAMP)
+	$(RUN) -m pyrefly check
+
+doctest: $(STAMP)
+	JAX_PLATFORMS=cpu $(RUN) -m pytest --doctest-modules stabil
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stabil needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": write make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)
