@@ -1,5 +1,5 @@
 """Tools that put a training run to the test."""
 
-from . import inject as inject
+from stabil.testing import inject as inject
 
 __all__ = ["inject"]

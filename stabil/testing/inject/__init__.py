@@ -23,16 +23,16 @@ Examples:
   scale in gradients mlp/kernel at step 3
 """
 
-from ._activations import activations as activations
-from ._fault import KINDS as KINDS
-from ._fault import PLACES as PLACES
-from ._fault import Fault as Fault
-from ._fault import due as due
-from ._places import batch as batch
-from ._places import gradients as gradients
-from ._places import loss as loss
-from ._places import moments as moments
-from ._places import parameters as parameters
+from stabil.testing.inject._activations import activations as activations
+from stabil.testing.inject._fault import KINDS as KINDS
+from stabil.testing.inject._fault import PLACES as PLACES
+from stabil.testing.inject._fault import Fault as Fault
+from stabil.testing.inject._fault import due as due
+from stabil.testing.inject._places import batch as batch
+from stabil.testing.inject._places import gradients as gradients
+from stabil.testing.inject._places import loss as loss
+from stabil.testing.inject._places import moments as moments
+from stabil.testing.inject._places import parameters as parameters
 
 __all__ = [
     "KINDS",

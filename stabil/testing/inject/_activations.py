@@ -9,10 +9,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from ..._tree import path_name
-from ._corrupt import takes
-from ._fault import Fault, candidates
-from ._places import _listed, _strike
+from stabil._tree import path_name
+from stabil.testing.inject._corrupt import takes
+from stabil.testing.inject._fault import Fault, candidates
+from stabil.testing.inject._places import listed, struck_leaf
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def _struck_output(fault: Fault, step: Any, path: str, out: Any) -> tuple[Any, b
     names = [f"{path}/{path_name(p)}" for p, _ in leaves]
     hits = [takes(fault, leaf) for _, leaf in leaves]
     new = [
-        _strike(fault, step, name, leaf) if hit else leaf
+        struck_leaf(fault, step, name, leaf) if hit else leaf
         for name, hit, (_, leaf) in zip(names, hits, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, new), any(hits)
@@ -121,6 +121,6 @@ def _never(fault: Fault, paths: list[str]) -> str:
         )
     return (
         f"needed a Linen module whose path ends with {fault.where!r}, got none; the "
-        f"modules called were {_listed(paths)}; put the model's apply inside the "
+        f"modules called were {listed(paths)}; put the model's apply inside the "
         "context"
     )

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._tree import path_name
-from ._corrupt import corrupt, takes
-from ._fault import Fault, candidates, runs_through
+from stabil._tree import path_name
+from stabil.testing.inject._corrupt import corrupt, takes
+from stabil.testing.inject._fault import Fault, candidates, runs_through
 
 
 def batch(schedule: Sequence[Fault], step: Any, arrays: Any) -> Any:
@@ -121,7 +121,7 @@ def _plant(place: str, schedule: Sequence[Fault], step: Any, tree: Any) -> Any:
     leaves = [leaf for _, leaf in paths]
     for fault in faults:
         for i in _struck(fault, names, leaves):
-            leaves[i] = _strike(fault, step, names[i], leaves[i])
+            leaves[i] = struck_leaf(fault, step, names[i], leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -130,7 +130,7 @@ def _struck(fault: Fault, names: list[str], leaves: list[Any]) -> list[int]:
     if not met:
         raise ValueError(
             f"needed a leaf of the {fault.place} whose path holds {fault.where!r}, got "
-            f"none; the leaves are {_listed(names)}"
+            f"none; the leaves are {listed(names)}"
         )
     struck = [i for i in met if takes(fault, leaves[i])]
     if not struck:
@@ -146,7 +146,7 @@ def _struck(fault: Fault, names: list[str], leaves: list[Any]) -> list[int]:
     return struck
 
 
-def _strike(fault: Fault, step: Any, name: str, leaf: Any) -> Any:
+def struck_leaf(fault: Fault, step: Any, name: str, leaf: Any) -> Any:
     if not isinstance(step, jax.core.Tracer):
         struck = corrupt(fault, step, name, leaf)
         return np.asarray(struck) if isinstance(leaf, np.ndarray) else struck
@@ -158,7 +158,7 @@ def _strike(fault: Fault, step: Any, name: str, leaf: Any) -> Any:
     )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     shown = ", ".join(name or "''" for name in names[:8])
     more = len(names) - 8
     return (shown or "none") + (f" and {more} more" if more > 0 else "")
