@@ -158,9 +158,8 @@ OPTIMIZERS = {
         optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, 200), weight_decay=0.1
     ),
     "sgd with momentum": lambda: optax.sgd(0.05, momentum=0.9),
+    "adam": lambda: optax.adam(optax.linear_schedule(0.0, 1e-3, 10)),
     "lion": lambda: optax.lion(1e-3),
-    "adagrad": lambda: optax.adagrad(1e-2),
-    "rmsprop": lambda: optax.rmsprop(1e-3),
 }
 
 
