@@ -62,8 +62,8 @@ def guard(
     the update; it reads a few columns of each leaf, which keeps the cost of clipping.
     With no anomaly, params and inner state equal those of an unguarded run bit for bit;
     tested on CPU for Adam, AdamW, Lion and SGD with momentum. Of other optimizers the
-    last bits of a parameter may differ: XLA may contract the closing multiply and add of
-    the unguarded program, which no wrapper can see (AdaGrad and RMSProp with JAX 0.12).
+    last bits of a parameter may differ: XLA may contract the closing multiply and add
+    of the unguarded program, which no wrapper can see (AdaGrad, RMSProp, JAX 0.12).
 
     Args:
       inner: the optimizer to guard.
