@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-
-
-def measured(tree: Any) -> list[jax.Array]:
-    """The leaves that have a norm, in flattening order."""
-    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if _tree.is_measured(x)]
+from stabil.transforms._norms import measured
 
 
 def rebuild(tree: Any, new: list[jax.Array | None]) -> Any:
@@ -31,7 +27,10 @@ def rebuild(tree: Any, new: list[jax.Array | None]) -> Any:
 
 def wide(x: jax.Array) -> Any:
     """Dtype to compute in: float32, or wider where the leaf is wider; keeps complex."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    double = jnp.finfo(x.dtype).bits > 32
+    if jnp.iscomplexobj(x):
+        return jnp.complex128 if double else jnp.complex64
+    return jnp.float64 if double else jnp.float32
 
 
 def real(dtype: Any) -> Any:
@@ -145,12 +144,6 @@ def bounded(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -_tree.LARGEST, _tree.LARGEST)
 
 
-def widest(tree: Any) -> Any:
-    """Real dtype for scalars that act on all leaves: float32, or the widest leaf's."""
-    kinds = [real(wide(x)) for x in measured(tree)]
-    return jnp.result_type(jnp.float32, *kinds) if kinds else jnp.float32
-
-
 def check_choice(where: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
     """A word must be one of the known ones."""
     if value not in choices:
@@ -159,57 +152,8 @@ def check_choice(where: str, name: str, value: Any, choices: tuple[str, ...]) ->
         )
 
 
-class DecayAfterStepState(NamedTuple):
-    """State of `decay_after_step`.
-
-    Attributes:
-      steps: int32 scalar, updates since the run began; a schedule reads it.
-    """
-
-    steps: jax.Array
-
-
-def decay_after_step(
-    learning_rate: optax.ScalarOrSchedule, weight_decay: float, *, skip_matrices: bool
-) -> optax.GradientTransformationExtraArgs:
-    """Decay as in SPAM's code: `p <- (p + update) (1 - lr wd)`; last in the chain.
-
-    Args:
-      learning_rate: the learning rate of the chain.
-      weight_decay: wd.
-      skip_matrices: whether leaves of two and more axes do not decay.
-    """
-
-    def init(params: Any) -> DecayAfterStepState:
-        del params
-        return DecayAfterStepState(jnp.zeros([], jnp.int32))
-
-    def update(
-        updates: Any, state: DecayAfterStepState, params: Any = None, **extra: Any
-    ) -> tuple[Any, DecayAfterStepState]:
-        del extra
-        if params is None:
-            raise ValueError(
-                "spam: needed params for weight_decay, got None; write "
-                "tx.update(grads, opt_state, params)"
-            )
-        schedule = callable(learning_rate)
-        rate = learning_rate(state.steps) if schedule else learning_rate
-        owners = _tree.measured_names(updates)
-        named = dict(zip(_tree.measured_names(params), measured(params), strict=True))
-
-        def decayed(u: jax.Array, p: jax.Array) -> jax.Array:
-            if skip_matrices and u.ndim > 1:
-                return u
-            kind = wide(p)
-            lost = jnp.asarray(rate, real(kind)) * weight_decay
-            return u.astype(kind) - lost.astype(kind) * (p + u).astype(kind)
-
-        new = [
-            decayed(u, named[name])
-            for name, u in zip(owners, measured(updates), strict=True)
-        ]
-        state = DecayAfterStepState(optax.safe_increment(state.steps))
-        return rebuild(updates, new), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+def check_not_negative(where: str, **values: Any) -> None:
+    """Each value must be a finite number of at least 0."""
+    for name, value in values.items():
+        if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            raise ValueError(f"{where}: needed a number {name} >= 0, got {value!r}")

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-from stabil.transforms import _check, _leafwise, _masks, _spam_step
+from stabil.transforms import _check, _leafwise, _masks, _norms
+from stabil.transforms._descend import descend
+from stabil.transforms._spam_step import Clock, Rates, step
 
 Parity = Literal["", "official", "pytorch_optimizer"]
 
@@ -68,10 +70,12 @@ def scale_by_spam(
     mask of sparse momentum is drawn like the later ones. `parity="pytorch_optimizer"`
     is the official behaviour with that package's warm-up, which runs one step ahead.
 
+    Quiet gradients do not pass unchanged: the update is Adam's direction.
+
     Cost: elementwise, no collective; two moments per parameter, and one bool with
-    sparse momentum, which saves no memory here. Place: where `optax.scale_by_adam` stands.
-    Does not: clip during the first `grace_steps` after a reset (the warm-up covers
-    them); judge whole steps, for which see `stabil.guard`.
+    sparse momentum, which saves no memory here. Place: where `optax.scale_by_adam`
+    stands. Does not: clip during the first `grace_steps` after a reset, which the
+    warm-up covers; judge whole steps, for which see `stabil.guard`.
 
     The signature is long because it holds every number of the released code.
 
@@ -128,7 +132,7 @@ def scale_by_spam(
     _leafwise.check_choice(
         name, "bias_correction", bias_correction, ("restart", "official")
     )
-    rates = _spam_step.Rates(b1, b2, eps, threshold, faithful)
+    rates = Rates(b1, b2, eps, threshold, faithful)
     period = _leafwise.never(every_steps)
 
     def init(params: Any) -> ScaleBySpamState:
@@ -138,7 +142,7 @@ def scale_by_spam(
         def full(p: jax.Array) -> jax.Array:
             return jnp.ones(p.shape if density < 1 and p.ndim > 1 else (), bool)
 
-        leaves = len(_leafwise.measured(params))
+        leaves = len(_norms.measured(params))
         zero = jnp.zeros([leaves], jnp.int32)
         return ScaleBySpamState(
             steps=jnp.zeros([], jnp.int32),
@@ -152,18 +156,18 @@ def scale_by_spam(
 
     def read_clock(
         state: ScaleBySpamState, steps: Any, flags: Any, dtype: Any
-    ) -> _spam_step.Clock:
+    ) -> Clock:
         age = jnp.where(flags, 0, optax.safe_increment(state.age))
         resets = state.resets + flags.astype(jnp.int32)
         scale = _leafwise.warmup_scale(
-            age, warmup_steps, dtype, ahead=parity == "pytorch_optimizer"
+            age, warmup_steps, dtype, ahead=int(parity == "pytorch_optimizer")
         )
         clip = age >= grace_steps
         if faithful:
             grown = (steps >= grace_steps) & (steps % period >= grace_steps)
             clip = jnp.broadcast_to(grown, age.shape)
         restarts = bias_correction == "restart"
-        return _spam_step.Clock(
+        return Clock(
             reset=flags,
             clip=clip,
             age=age,
@@ -187,10 +191,10 @@ def scale_by_spam(
         steps = optax.safe_increment(state.steps)
         due = steps % period == 0
         flags = _leafwise.reset_flags(len(names), controls, reset_leaves, due)
-        clock = read_clock(state, steps, flags, _leafwise.widest(updates))
+        clock = read_clock(state, steps, flags, _norms.statistics_dtype(updates))
         arrays = map(jax.tree.leaves, (state.mu, state.nu, state.mask))
         rows = [
-            _spam_step.step(*leaf, _spam_step.Clock(*(x[i] for x in clock)), rates)
+            step(*leaf, Clock(*(x[i] for x in clock)), rates)
             for i, leaf in enumerate(zip(grads, *arrays, strict=True))
         ]
         new, mu, nu, clipped = map(list, zip(*rows, strict=True)) if rows else ([],) * 4
@@ -211,7 +215,7 @@ def scale_by_spam(
 
 
 def spam(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
     *,
     weight_decay: float = 0.0,
     parity: Parity = "",
@@ -219,12 +223,14 @@ def spam(
 ) -> optax.GradientTransformationExtraArgs:
     """The SPAM optimizer: `scale_by_spam`, decoupled weight decay, learning rate.
 
+    Quiet gradients do not pass unchanged: this is a whole optimizer.
+
     Weight decay acts on the parameters before the step, as in AdamW. With `parity` it
     acts after the step, `p <- p (1 - lr wd)`, as in the released code, and not on
     matrices with sparse momentum when `parity="official"`, where it has no effect.
 
     Args:
-      learning_rate: a number or a schedule of the step.
+      learning_rate: a number >= 0 or a schedule of the step.
       weight_decay: decoupled decay per unit of learning rate; >= 0. Paper: 0.
       parity: as in `scale_by_spam`.
       **options: further arguments of `scale_by_spam`; others are refused.
@@ -247,13 +253,7 @@ def spam(
     Source: as `scale_by_spam`.
     """
     scale = scale_by_spam(parity=parity, **options)
-    if not weight_decay:
-        return optax.chain(scale, optax.scale_by_learning_rate(learning_rate))
-    if not parity:
-        decay = optax.add_decayed_weights(weight_decay)
-        return optax.chain(scale, decay, optax.scale_by_learning_rate(learning_rate))
-    sparse = parity == "official" and options.get("density", 1.0) < 1
-    decay = _leafwise.decay_after_step(
-        learning_rate, weight_decay, skip_matrices=sparse
-    )
-    return optax.chain(scale, optax.scale_by_learning_rate(learning_rate), decay)
+    decay = "after" if parity else "before"
+    if parity == "official" and options.get("density", 1.0) < 1:
+        decay = "after, not on matrices"
+    return optax.chain(scale, descend("spam", learning_rate, weight_decay, decay=decay))

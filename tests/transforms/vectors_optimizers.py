@@ -11,7 +11,9 @@ import pytest
 from vectors_tools import TOLERANCE, Document, Readers, check, load, precision
 
 from stabil.transforms import _leafwise
-from stabil.transforms._spam import spam
+from stabil.transforms._adaptive_norm import adaclip
+from stabil.transforms._spam import scale_by_spam, spam
+from stabil.transforms._stable_spam import stable_spam
 
 
 def _source(doc: Document) -> str:
@@ -191,8 +193,118 @@ def run_warmup_table(doc: Document) -> None:
                 check(scale, table[key], 1e-10, f"{key} N={n}")
 
 
+# Stable-SPAM ----------------------------------------------------------------------
+
+
+def is_stable_spam(doc: Document) -> bool:
+    return {"gamma1", "gamma2"} <= _config(doc).keys()
+
+
+def _stable_spam(doc: Document):
+    c = _config(doc)
+    package = "theta" in c
+    return stable_spam(
+        c["lr"],
+        weight_decay=c["weight_decay"],
+        b1=c["betas"][0],
+        b2=c["betas"][1],
+        eps=c["eps"],
+        gamma1=c["gamma1"],
+        gamma2=c["gamma2"],
+        gamma3=c["theta" if package else "gamma3"],
+        every_steps=c["update_proj_gap"],
+        total_steps=c["t_max" if package else "total_T"],
+        eta_min=c["eta_min"],
+        parity="pytorch_optimizer" if package else "official",
+    )
+
+
+def run_stable_spam(doc: Document) -> None:
+    for dtype in ("float64", "float32"):
+        name = dtype if dtype in doc else f"{dtype}_params"
+        if name not in doc:
+            continue
+        with precision(dtype):
+            seen = _run_stable_spam(doc, dtype)
+            if name == dtype:
+                _compare(doc, seen, dtype)
+            else:
+                flat = {k: {"param": v} for k, v in doc[name].items()}
+                _compare({dtype: flat}, seen, dtype)
+
+
+def _run_stable_spam(doc: Document, dtype: str) -> dict[str, Any]:
+    params, grads, steps = _trees(doc, dtype)
+    gamma3 = _config(doc).get("gamma3")
+
+    def look(params, state):
+        s = state[0]
+        counter = jax.tree.unflatten(jax.tree.structure(s.mu), list(s.age + 1))
+        return {
+            "param": params,
+            "mu": s.mu,
+            "nu": s.nu,
+            "m_norm": s.norm_mean,
+            "v_norm": s.norm_square_mean,
+            "m_max": s.spike_max,
+            "adam_step": counter,
+        }
+
+    seen = _replay(_stable_spam(doc), params, grads, look)
+    if gamma3 is not None:
+        # AdaClip alone, on the averages and counters that the whole method had.
+        period = _config(doc)["update_proj_gap"]
+        t = np.arange(1, steps + 1)
+        k = jnp.asarray(np.where(t >= period, t % period + 1, t), jnp.int32)
+        k = k.at[period - 1].set(period) if period <= steps else k
+        k = jnp.where((jnp.asarray(t) % period == 0) & (t > period), period + 1, k)
+
+        def clip(g, top):
+            old = jnp.concatenate([jnp.zeros_like(top[:1]), top[:-1]])
+            one = lambda g, m, k: adaclip(g, m, jnp.array(True), gamma3, k)[0]  # noqa: E731
+            return jax.vmap(one)(g, old, k)
+
+        seen["grad_after_adaclip"] = jax.tree.map(clip, grads, seen["m_max"])
+    return seen
+
+
+# The bfloat16 ratchet -------------------------------------------------------------
+
+
+def is_ratchet(doc: Document) -> bool:
+    return {"mean_nu", "multiply_test"} <= doc.keys()
+
+
+def run_ratchet(doc: Document) -> None:
+    """Second moments kept in bfloat16 cannot decay; ours are float32 and do."""
+    test = doc["multiply_test"]
+    before = jnp.asarray(test["before"], jnp.bfloat16)
+    for parity, dtype in (("official", jnp.bfloat16), ("", jnp.float32)):
+        tx = scale_by_spam(b1=0.9, b2=0.999, every_steps=10**6, parity=parity)
+        state = tx.init(before)
+        state = state._replace(nu=before.astype(state.nu.dtype))
+        zero = jnp.zeros_like(before)
+        loop = lambda s, _, tx=tx, zero=zero: (tx.update(zero, s)[1], None)  # noqa: E731
+        nu = jax.jit(lambda s, f=loop: jax.lax.scan(f, s, None, 1000)[0].nu)(state)
+        assert nu.dtype == dtype
+        if parity:
+            check(nu, test["after"], TOLERANCE["bfloat16"], "bfloat16 second moment")
+        else:
+            cured = np.asarray(test["before"]) * 0.999**1000
+            check(nu, cured, 1e-4, "float32 second moment")
+    # One spike at step 1001, then 2000 steps: mean of the second moment, recorded for
+    # unit gradients whose draws are not; a share of the noise of 2000 draws is left.
+    recorded = dict(map(tuple, doc["mean_nu"]["float32"]))
+    last = max(recorded)
+    assert recorded[last] < 0.6 * recorded[1001]
+    ratchet = dict(map(tuple, doc["mean_nu"]["bfloat16"]))
+    assert ratchet[last] > ratchet[1001]
+
+
 READERS: Readers = {
     is_spam: run_spam,
     is_spam_package: run_spam,
     is_warmup_table: run_warmup_table,
+    is_stable_spam: run_stable_spam,
+    is_ratchet: run_ratchet,
 }
