@@ -22,7 +22,7 @@ class Evidence(NamedTuple):
 
     Attributes:
       loss: float32 scalar; NaN when none was given.
-      loss_given: whether a loss was given; static.
+      loss_given: bool scalar, whether a loss was given.
       gradient_sums: float32 `[G]`, sum of squares of each gradient leaf.
       update_sums: float32 `[G]`, the same of the update, before it is applied.
       magnitudes: float32 `[R]`, activation magnitudes; NaN where not read.
@@ -30,7 +30,7 @@ class Evidence(NamedTuple):
     """
 
     loss: jax.Array
-    loss_given: bool
+    loss_given: jax.Array
     gradient_sums: jax.Array
     update_sums: jax.Array
     magnitudes: jax.Array

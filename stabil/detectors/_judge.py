@@ -16,6 +16,7 @@ Every finite BLOCK ends by itself: after `max_consecutive_steps` the level is re
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -99,6 +100,10 @@ def _where(pred: jax.Array, new: BaselineState, old: BaselineState) -> BaselineS
     return jax.tree.map(lambda n, o: jnp.where(pred, n, o), new, old)
 
 
+# Compiled as one piece, so that an eager `update` does not compile it op by op.
+@functools.partial(
+    jax.jit, static_argnames=("threshold", "warmup_steps", "max_consecutive_steps")
+)
 def judge(
     state: JudgeState,
     evidence: Evidence,

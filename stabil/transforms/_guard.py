@@ -224,7 +224,7 @@ def _evidence(
     magnitudes, marks = read_rows(readings, max_readings)
     return Evidence(
         loss=_scalar(loss),
-        loss_given=loss is not None,
+        loss_given=jnp.asarray(loss is not None),
         gradient_sums=sums,
         update_sums=_tree.sampled_sums_of_squares(updates),
         magnitudes=magnitudes,
