@@ -1,0 +1,84 @@
+"""`stabil.probe`: a model that also tells what it saw."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+
+from stabil.probes import _select, _statistics
+from stabil.probes._linen import LinenProbe
+
+
+def probe(
+    model: nn.Module,
+    *,
+    where: str | tuple[str, ...] = "**",
+    stats: str | tuple[str, ...] = ("finite", "absmax", "rms"),
+    every: int = 1,
+    inputs: bool = False,
+    backward: bool = False,
+) -> LinenProbe:
+    """A model whose `apply` also returns statistics of its modules' outputs.
+
+    The readings hold one row per tensor, in the order of execution, named by the
+    slash path of the module: `block_0/mlp`. The root has the name of its class, a
+    method other than `__call__` is `embed.attend`, the second call of a shared module
+    `mlp#2`, the third turn of a scanned layer `layers/mlp[2]`, an entry of a tuple or
+    dict output `attn:weights`, an input `attn@input`. Integer tensors have no row.
+
+    The statistics are computed in float32, in one read of each tensor, over its finite
+    entries. They reach the caller as a returned array, through a variable collection
+    of their own, so that they work in `jit`, `grad`, `vmap`, `nn.remat` and `nn.jit`.
+    `nn.scan` and `nn.vmap` must pass the collection on:
+    `variable_axes={"params": 0, stabil.probes.COLLECTION: 0}`; if they do not, a
+    warning names the modules that cannot be seen.
+
+    Does not: change the model's output, mutable collections, random numbers or
+    parameters by a bit; see integer outputs, or modules in a nested `apply`.
+
+    Args:
+      model: a Flax Linen module, not bound to variables.
+      where: glob over module paths, or a tuple of globs: `**` is any number of
+        segments, `*` any text within one, `?` one character.
+      stats: names of statistics, of groups (`finite`: the counts of NaN and Inf), or
+        `"all"`. In order: nan_count, inf_count, zero_count (entries), min, max,
+        absmax, mean, std, rms (the tensor's own unit; NaN where nothing is finite).
+      every: steps between readings; only 1.
+      inputs: whether to probe the arguments of the modules too.
+      backward: whether to probe cotangents too; only False.
+    Returns:
+      An object with `apply`, `init` and `model`.
+    Raises:
+      TypeError: `model` is no Linen module, or an argument has the wrong type.
+      ValueError: a statistic is unknown.
+    Examples:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, stabil
+      >>> model = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+      >>> probed = stabil.probe(model, where="layers_*", stats="all")
+      >>> params = probed.init(jax.random.key(0), jnp.ones((1, 3)))
+      >>> y, readings = probed.apply(params, jnp.ones((1, 3)))
+      >>> readings.names, readings.values.shape
+      (('layers_0', 'layers_2'), (2, 9))
+    """
+    if not isinstance(model, nn.Module):
+        kind = "the class" if isinstance(model, type) else "an object of type"
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"needed a flax.linen.Module instance to probe, got {kind} {name}; write "
+            "for example stabil.probe(MyModel(...))"
+        )
+    for name, value in (("inputs", inputs), ("backward", backward)):
+        if not isinstance(value, bool):
+            raise TypeError(f"needed `{name}` as True or False, got {value!r}")
+    if backward:
+        raise ValueError(
+            "needed backward=False: a probed apply sees the forward pass alone, got "
+            "backward=True; read the gradients of the loss with respect to its inputs"
+        )
+    if every != 1:
+        raise ValueError(
+            f"needed every=1, got {every!r}; to probe every k-th step, compile one "
+            "train step with the probe and one without, and choose by the step number"
+        )
+    return LinenProbe(
+        model, _select.as_patterns(where), _statistics.columns(stats), inputs
+    )

@@ -1,0 +1,398 @@
+"""Probed Linen models: the same model, and a row for each module."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from stabil.probes import COLLECTION, probe
+
+X = np.random.default_rng(7).normal(size=(4, 8)).astype(np.float32)
+LIFTED = {"params": 0, COLLECTION: 0}
+BLOCK = ("RMSNorm_0", "up", "down")
+
+
+class Block(nn.Module):
+    """A small residual block."""
+
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.RMSNorm(dtype=self.dtype)(x)
+        h = nn.relu(nn.Dense(16, name="up", dtype=self.dtype)(h))
+        return x + nn.Dense(x.shape[-1], name="down", dtype=self.dtype)(h)
+
+
+class Layer(nn.Module):
+    """A block with a carry, for scan."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return Block(name="block")(x), None
+
+
+class Net(nn.Module):
+    """Runs a function of the module and its input."""
+
+    body: callable
+
+    @nn.compact
+    def __call__(self, x):
+        return self.body(self, x)
+
+
+def _scan(layer, axes=None, **kwargs):
+    axes = LIFTED if axes is None else axes
+    rngs = {"params": True}
+    return nn.scan(layer, variable_axes=axes, split_rngs=rngs, length=3, **kwargs)
+
+
+def _two(block):
+    return Net(lambda _, x: block(name="b1")(block(name="b0")(x)))
+
+
+def _twice(block):
+    def body(_, x):
+        shared = block(name="b")
+        return shared(shared(x))
+
+    return Net(body)
+
+
+def _experts(_, x):
+    lifted = nn.vmap(Block, variable_axes=LIFTED, split_rngs={"params": True})
+    return lifted(name="experts")(x)
+
+
+TWO = (*(f"b0/{n}" for n in BLOCK), "b0", *(f"b1/{n}" for n in BLOCK), "b1", "Net")
+TWICE = (*(f"b/{n}" for n in BLOCK), "b", *(f"b/{n}#2" for n in BLOCK), "b#2", "Net")
+
+
+def _rows(prefix, indices, own=True):
+    per = tuple(f"{prefix}/{n}" for n in BLOCK) + ((prefix,) if own else ())
+    return tuple(f"{name}[{i}]" for i in indices for name in per)
+
+
+def _layers():
+    per = (*(f"layers/block/{n}" for n in BLOCK), "layers/block", "layers")
+    return (*(f"{name}[{i}]" for i in range(3) for name in per), "Net")
+
+
+REMAT_SCAN = _rows("r", ["0,0", "0,1", "1,0", "1,1"])
+MODELS = {
+    "plain": (_two(Block), TWO),
+    "jit": (_two(nn.jit(Block)), TWO),
+    "remat": (_two(nn.remat(Block)), TWO),
+    "remat with a policy": (
+        _two(nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable)),
+        TWO,
+    ),
+    "shared": (_twice(Block), TWICE),
+    "shared jit": (_twice(nn.jit(Block)), TWICE),
+    "scan": (Net(lambda _, x: _scan(Layer)(name="layers")(x, None)[0]), _layers()),
+    "scan of remat": (
+        Net(lambda _, x: _scan(nn.remat(Layer))(name="layers")(x, None)[0]),
+        _layers(),
+    ),
+    "remat_scan": (
+        Net(lambda _, x: nn.remat_scan(Block, lengths=(2, 2))(name="r")(x)),
+        (*REMAT_SCAN, "Net"),
+    ),
+    "vmap": (Net(_experts), (*_rows("experts", range(4)), "Net")),
+}
+
+
+def _assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def _loss(apply, variables, x):
+    out = apply(variables, x)
+    y, readings = out if isinstance(out, tuple) else (out, None)
+    return jnp.sum(jnp.square(y)), readings
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_rows_and_bits_through_every_wrapper(name):
+    model, names = MODELS[name]
+    probed = probe(model)
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    _assert_same(jax.jit(probed.init)(jax.random.key(1), X), variables)
+
+    def run(apply):
+        grad = jax.value_and_grad(lambda v, x: _loss(apply, v, x), has_aux=True)
+        return jax.jit(grad)(variables, X)
+
+    (want, _), want_grads = run(model.apply)
+    (got, readings), grads = run(probed.apply)
+    _assert_same((got, grads), (want, want_grads))
+    assert readings.names == names
+    assert readings.statistics == ("nan_count", "inf_count", "absmax", "rms")
+    assert readings.values.shape == (len(names), 4)
+    assert readings.values.dtype == jnp.float32
+    y = np.asarray(model.apply(variables, X), np.float64)
+    last = [0, 0, np.abs(y).max(), np.sqrt(np.mean(y**2))]
+    np.testing.assert_allclose(readings.values[-1], last, rtol=1e-5)
+
+
+def test_rows_hold_the_statistics_of_the_outputs():
+    model, names = MODELS["plain"]
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    keep = jax.jit(lambda v: model.apply(v, X, capture_intermediates=True)[1])
+    kept = keep(variables)
+    _, readings = jax.jit(probe(model, stats="all").apply)(variables, X)
+    for name, row in zip(names, np.asarray(readings.values), strict=True):
+        at = kept["intermediates"]
+        for part in () if name == "Net" else name.split("/"):
+            at = at[part]
+        y = np.asarray(at["__call__"][0], np.float64)
+        want = [y.min(), y.max(), np.abs(y).max(), y.mean(), y.std()]
+        np.testing.assert_allclose(row[3:8], want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(row[8], np.sqrt(np.mean(y**2)), rtol=1e-5)
+
+
+def test_layers_of_a_scan_are_told_apart():
+    model, _ = MODELS["scan"]
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    spoilt = jax.tree.map(lambda x: x, variables)
+    kernel = spoilt["params"]["layers"]["block"]["up"]["kernel"]
+    spoilt["params"]["layers"]["block"]["up"]["kernel"] = kernel.at[1, 0, 0].set(
+        jnp.nan
+    )
+    _, readings = jax.jit(probe(model).apply)(spoilt, X)
+    bad = [n for n, c in zip(readings.names, readings["nan_count"], strict=True) if c]
+    assert bad[0] == "layers/block/up[1]"
+    assert "layers/block/up[0]" not in bad
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("wrap", [lambda b: b, nn.remat])
+def test_training_is_bit_identical(dtype, wrap):
+    block = wrap(Block)
+    model = Net(lambda _, x: block(dtype, name="b1")(block(dtype, name="b0")(x)))
+    tx = optax.adamw(1e-2)
+
+    def train(apply):
+        def step(carry, _):
+            params, state = carry
+            x = jnp.asarray(X, dtype)
+
+            def loss(params):
+                value, readings = _loss(apply, params, x)
+                return value.astype(jnp.float32), readings
+
+            grads, readings = jax.grad(loss, has_aux=True)(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), readings
+
+        @jax.jit
+        def run():
+            params = jax.jit(model.init)(jax.random.key(1), X)
+            return jax.lax.scan(step, (params, tx.init(params)), None, length=5)
+
+        return run()
+
+    # Neither AdamW nor the layer norm is clean under strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        want, _ = train(model.apply)
+        got, readings = train(probe(model, stats="all", inputs=True).apply)
+    _assert_same(got, want)
+    assert readings.values.shape[0] == 5
+    assert np.isfinite(readings.values).all()
+
+
+class Rich(nn.Module):
+    """Setup style, extra methods, state, random numbers, mixed outputs."""
+
+    def setup(self):
+        self.embed = nn.Embed(5, 8)
+        self.norm = nn.BatchNorm(use_running_average=False)
+        self.drop = nn.Dropout(0.5, deterministic=False)
+
+    def encode(self, tokens):
+        h = self.embed(tokens)
+        return {"h": h, "ids": tokens, "pair": (2 * h, None)}
+
+    def __call__(self, tokens):
+        h = self.drop(self.norm(self.encode(tokens)["h"]))
+        self.sow("intermediates", "kept", h)
+        return self.embed.attend(h), h
+
+
+RICH = (
+    *("embed", "Rich.encode:h", "Rich.encode:pair/0", "norm", "drop"),
+    *("embed.attend", "Rich:0", "Rich:1"),
+)
+
+
+@pytest.mark.parametrize(
+    "mutable", [["batch_stats"], "batch_stats", ["batch_stats", "intermediates"], True]
+)
+def test_state_random_numbers_and_methods_are_untouched(mutable):
+    model, tokens = Rich(), jnp.arange(4)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.jit(model.init)(keys, tokens)
+    kwargs = dict(rngs={"dropout": jax.random.key(2)}, mutable=mutable)
+    want = jax.jit(lambda v: model.apply(v, tokens, **kwargs))(variables)
+    probed = jax.jit(lambda v: probe(model).apply(v, tokens, **kwargs))
+    got, readings = probed(variables)
+    _assert_same(got, want)
+    assert readings.names == RICH
+
+
+def test_another_method_and_inputs():
+    model, tokens = Rich(), jnp.arange(4)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.jit(model.init)(keys, tokens)
+    probed = probe(model, where="**/Rich", inputs=True)
+    encode = jax.jit(lambda v: probed.apply(v, tokens, method="encode"))
+    out, readings = encode(variables)
+    assert set(out) == {"h", "ids", "pair"}
+    assert readings.names == ("Rich.encode:h", "Rich.encode:pair/0")
+    dense = nn.Dense(3)
+    probed = probe(dense, inputs=True)
+    _, readings = probed.apply(dense.init(jax.random.key(0), X), X)
+    assert readings.names == ("Dense@input", "Dense")
+    np.testing.assert_allclose(readings["absmax"][0], np.abs(X).max())
+
+
+def test_collection_never_reaches_the_caller_or_grows():
+    model, _ = MODELS["scan"]
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    assert set(variables) == {"params"}
+    probed, traces = probe(model), []
+
+    @jax.jit
+    def step(variables, x):
+        traces.append(1)
+        (y, new), readings = probed.apply(variables, x, mutable=["cache"])
+        return y, {**variables, **new}, readings
+
+    for _ in range(4):
+        _, variables, readings = step(variables, X)
+        assert readings.values.shape == (16, 4)
+    assert len(traces) == 1
+    assert set(variables) == {"params"}
+    fed_back = {**variables, COLLECTION: {"layers": {"stale": jnp.ones(3)}}}
+    _, readings = jax.jit(probed.apply)(fed_back, X)
+    assert readings.values.shape == (16, 4)
+
+
+def test_two_probes_do_not_share_a_trace():
+    model, names = MODELS["jit"]
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    absmax = probe(model, stats="absmax")
+    moments = probe(model, stats=("std", "mean"), where="b1/**")
+    jax.jit(model.apply)(variables, X)
+    _, first = jax.jit(absmax.apply)(variables, X)
+    _, second = jax.jit(moments.apply)(variables, X)
+    _, again = jax.jit(lambda v, x: absmax.apply(v, x))(variables, X)
+    assert first.names == names and first.statistics == ("absmax",)
+    assert second.names == names[4:8] and second.statistics == ("mean", "std")
+    assert again.names == names
+    np.testing.assert_array_equal(first.values, again.values)
+
+
+def test_vmap_of_apply_adds_an_axis():
+    model, names = MODELS["plain"]
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    probed = probe(model)
+    _, readings = jax.vmap(probed.apply, in_axes=(None, 0))(variables, X[:, None])
+    assert readings.values.shape == (4, len(names), 4)
+    assert readings["absmax"].shape == (4, len(names))
+
+
+class Inherited(Block):
+    """Calls the method that it overrides."""
+
+    @nn.compact
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def test_super_call_is_one_row():
+    model = Inherited()
+    y, readings = probe(model, where="*").apply(model.init(jax.random.key(0), X), X)
+    assert readings.names == (*BLOCK, "Inherited")
+    np.testing.assert_allclose(readings["absmax"][-1], jnp.abs(y).max())
+
+
+def _reason(names):
+    return (
+        f"no statistics per layer from {names}: they run inside a lifted transform "
+        "(nn.scan, nn.vmap, nn.while_loop) that does not pass on the collection "
+        "'stabil_probes', or in an apply inside another module; add it to the "
+        "transform, for example nn.scan(..., variable_axes={'params': 0, "
+        "'stabil_probes': 0})"
+    )
+
+
+def test_modules_that_cannot_be_seen_are_named():
+    scan = _scan(Layer, axes={"params": 0})
+    model = Net(lambda _, x: scan(name="layers")(x, None)[0])
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    probed = probe(model, where=("**/up", "Net"))
+    text = _reason("layers/block/up")
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
+        _, readings = jax.jit(probed.apply)(variables, X)
+    assert readings.names == ("Net",)
+
+
+def test_no_float_output_gives_no_row():
+    class Ids(nn.Module):
+        def __call__(self, x):
+            return jnp.argmax(x, -1)
+
+    _, readings = probe(Ids()).apply({}, X)
+    assert readings.names == () and readings.values.shape == (0, 4)
+
+
+def test_pattern_that_matches_nothing():
+    model, _ = MODELS["plain"]
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    text = (
+        "needed `where` patterns that match a module that was called, got "
+        "'**/attention'; modules called: b0/RMSNorm_0, b0/up, b0/down, b0, "
+        "b1/RMSNorm_0, b1/up, b1/down, b1, Net; write for example where='**/mlp*', "
+        "or where='**' for every module"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        probe(model, where=("b0", "**/attention")).apply(variables, X)
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "error", "text"),
+    [
+        (
+            Block,
+            {},
+            TypeError,
+            "needed a flax.linen.Module instance to probe, got the class Block; write "
+            "for example stabil.probe(MyModel(...))",
+        ),
+        (
+            len,
+            {},
+            TypeError,
+            "needed a flax.linen.Module instance to probe, got an object of type "
+            "builtin_function_or_method; write for example stabil.probe(MyModel(...))",
+        ),
+        (
+            Block(),
+            {"inputs": 1},
+            TypeError,
+            "needed `inputs` as True or False, got 1",
+        ),
+    ],
+)
+def test_refuses_bad_arguments(model, kwargs, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        probe(model, **kwargs)

@@ -1,0 +1,56 @@
+"""Globs over module paths."""
+
+import re
+
+import pytest
+
+from stabil.probes import _select
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("**", "a/b/c", True),
+        ("**", "a", True),
+        ("*", "a", True),
+        ("*", "a/b", False),
+        ("a/*", "a/b", True),
+        ("a/*", "a", False),
+        ("a/**", "a", True),
+        ("a/**", "a/b/c", True),
+        ("a/**", "ab", False),
+        ("**/mlp*", "mlp", True),
+        ("**/mlp*", "b/c/mlp_in", True),
+        ("**/mlp*", "b/mlp/up", False),
+        ("**/attn/**", "b/attn/q", True),
+        ("a/**/z", "a/z", True),
+        ("a/**/z", "a/b/c/z", True),
+        ("layers_?", "layers_3", True),
+        ("layers_?", "layers_30", False),
+        ("a.b", "axb", False),
+        ("a[0]", "a[0]", True),
+    ],
+)
+def test_glob(pattern, path, expected):
+    assert _select.matches(pattern, path) is expected
+
+
+@pytest.mark.parametrize("where", [3, (), ("a", 3), "", ("a", "")])
+def test_refuses_what_is_no_glob(where):
+    text = (
+        "needed `where` as a glob over slash paths or a tuple of globs, got "
+        f"{where!r}; write for example where='**/mlp*', or where='**' for every module"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        _select.as_patterns(where)
+
+
+def test_a_pattern_without_a_match_lists_what_exists():
+    places = [(f"layer_{i}",) for i in range(23)]
+    text = (
+        "needed `where` patterns that match a module that was called, got 'mlp'; "
+        f"modules called: {', '.join(f'layer_{i}' for i in range(20))} and 3 more; "
+        "write for example where='**/mlp*', or where='**' for every module"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        _select.require_matches(("layer_2", "mlp"), places)
