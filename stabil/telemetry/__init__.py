@@ -1,1 +1,27 @@
+"""Tells what happened: an event log, sinks for numbers, alerts for people."""
 
+from stabil.telemetry._alerts import AlertDesk as AlertDesk
+from stabil.telemetry._alerts import sentence as sentence
+from stabil.telemetry._background import Background as Background
+from stabil.telemetry._channels import Alert as Alert
+from stabil.telemetry._channels import Sink as Sink
+from stabil.telemetry._channels import SinkChannel as SinkChannel
+from stabil.telemetry._event import Event as Event
+from stabil.telemetry._log import EventLog as EventLog
+from stabil.telemetry._log import read_events as read_events
+from stabil.telemetry._progress import ProgressLine as ProgressLine
+from stabil.telemetry._run_folder import RunFolder as RunFolder
+
+__all__ = [
+    "Alert",
+    "AlertDesk",
+    "Background",
+    "Event",
+    "EventLog",
+    "ProgressLine",
+    "RunFolder",
+    "Sink",
+    "SinkChannel",
+    "read_events",
+    "sentence",
+]

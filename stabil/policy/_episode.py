@@ -1,0 +1,86 @@
+"""Where an event began, how long it has lasted, and what it was about."""
+
+from __future__ import annotations
+
+from stabil.policy._rungs import Rung
+from stabil.policy._words import BLOCK, WARN, Observation
+
+
+class Episode:
+    """One event: from the first warning until `quiet_steps` steps without trouble.
+
+    Attributes:
+      step: step at which the open event began, or None.
+      first: first offending signal of the event, or None.
+      causes: names of all causes of the event.
+      high_steps: steps in a row, within the event, whose loss was high.
+    """
+
+    def __init__(self, quiet_steps: int):
+        self._quiet_steps = quiet_steps
+        self.close()
+
+    def close(self) -> None:
+        self.step: int | None = None
+        self.first: str | None = None
+        self.causes: set[str] = set()
+        self.high_steps = 0
+        self._quiet = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.step is not None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the newest step gave no trouble."""
+        return self.step is None or self._quiet > 0
+
+    def observe(self, seen: Observation, high: bool) -> None:
+        bad = seen.severity >= WARN
+        if self.step is None:
+            if not bad:
+                return
+            self.step = seen.step
+        if bad:
+            self.first = self.first or seen.first
+            self.causes |= set(seen.causes)
+        # A blocked step leaves the weights alone: it neither proves nor disproves that
+        # the loss has come down.
+        if seen.severity < BLOCK:
+            self.high_steps = self.high_steps + 1 if high else 0
+        self._quiet = 0 if bad or high else self._quiet + 1
+        if self._quiet >= self._quiet_steps:
+            self.close()
+
+
+class Streaks:
+    """Blocked steps in a row, counted for each rung's own causes."""
+
+    def __init__(self, rungs: tuple[Rung, ...]):
+        self._sets = {r.causes: frozenset(r.causes) for r in rungs}
+        self.clear()
+
+    def clear(self) -> None:
+        self._lengths = dict.fromkeys(self._sets, 0)
+        self.blocked_since: int | None = None
+
+    def observe(self, seen: Observation) -> None:
+        blocked = seen.severity >= BLOCK
+        if not blocked:
+            self.clear()
+            return
+        if self.blocked_since is None:
+            self.blocked_since = seen.step
+        for causes, members in self._sets.items():
+            counts = not members or not members.isdisjoint(seen.causes)
+            self._lengths[causes] = self._lengths[causes] + 1 if counts else 0
+
+    def length(self, rung: Rung) -> int:
+        return self._lengths[rung.causes]
+
+    def is_due(self, rung: Rung, seen: Observation) -> bool:
+        if 0 < rung.blocked_steps <= self.length(rung):
+            return True
+        counts = not rung.causes or not set(rung.causes).isdisjoint(seen.causes)
+        return 0 < rung.severity <= seen.severity and counts

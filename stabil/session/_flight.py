@@ -1,0 +1,97 @@
+"""Reads a step's vitals once they have arrived, and never waits for a running step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stabil._tree import is_measured, path_name
+from stabil.policy import Observation
+from stabil.vocabulary import Vitals
+
+
+def start_copy(vitals: Vitals) -> None:
+    """Asks for the values on the host as soon as the step has made them.
+
+    Raises:
+      TypeError: these are no `Vitals`.
+    """
+    if not isinstance(vitals, Vitals):
+        raise TypeError(
+            f"end_step: needed the step's Vitals, got {type(vitals).__name__}; return "
+            "stabil.vitals(opt_state, params=params) from the train step"
+        )
+    for leaf in jax.tree.leaves(vitals):
+        if isinstance(leaf, jax.Array):
+            leaf.copy_to_host_async()
+
+
+def to_observation(
+    step: int, data_index: int, vitals: Vitals, resets_before: int
+) -> Observation:
+    """What the ladder needs of vitals whose leaves are on the host."""
+    measures = vitals.measures
+    return Observation(
+        step=step,
+        severity=int(vitals.verdict.severity),
+        causes=vitals.causes,
+        first=vitals.first,
+        loss=float(measures.loss),
+        grad_norm=float(measures.grad_norm),
+        clip_factor=float(measures.clip_factor),
+        score=float(vitals.verdict.score),
+        # The tally goes back with the state in a rollback, so a difference can be < 0.
+        resets=max(0, int(vitals.tally.resets) - resets_before),
+        data_index=data_index,
+    )
+
+
+@jax.jit
+def _finite(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
+
+
+def first_nonfinite(state: Any) -> str | None:
+    """Name of a floating leaf that holds NaN or Inf, parameters first; else None.
+
+    Statistics of stabil itself are left out: NaN there means "not measured". Compiles
+    once and waits for the state: to be asked only when there is a reason.
+
+    Examples:
+      >>> first_nonfinite({"mu": jnp.zeros(2), "params": {"w": jnp.full(2, jnp.nan)}})
+      'params/w'
+    """
+    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_own_record)[0]
+    named = [(path_name(p), x) for p, x in found if is_measured(x)]
+    if not named:
+        return None
+    finite = jax.device_get(_finite([jnp.asarray(x) for _, x in named]))
+    bad = [name for (name, _), ok in zip(named, finite, strict=True) if not ok]
+    return min(bad, key=lambda name: "params" not in name, default=None)
+
+
+class DamageCheck:
+    """Looks for non-finite leaves when steps keep failing, and only then."""
+
+    def __init__(self):
+        self.forget()
+
+    def forget(self) -> None:
+        self._in_a_row = 0
+
+    def __call__(self, seen: Observation, state: Any) -> str | None:
+        """Name of a non-finite leaf of the state, or None if none was looked for."""
+        if not any(c.startswith("nonfinite") for c in seen.causes):
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        named = "nonfinite_parameter" in seen.causes
+        due = named or self._in_a_row == 2 or self._in_a_row % 50 == 0
+        return first_nonfinite(state) if due else None
+
+
+def _is_own_record(node: Any) -> bool:
+    own = type(node).__module__.startswith("stabil.")
+    return own and not hasattr(node, "inner_state")

@@ -1,0 +1,167 @@
+"""Saves, tags, resumes and rolls back: a session's dealings with its keeper."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from stabil.policy import Action
+from stabil.session._data import Data
+from stabil.session._tags import HealthTags
+from stabil.telemetry import RunFolder
+
+_NOTES = "session.json"
+
+
+class Return(NamedTuple):
+    """Where a run goes on after a resume or a rollback.
+
+    Attributes:
+      state: the state, of the structure and placement of the first one.
+      step: step that runs next.
+      window: first and last position of the data left out; empty after a resume.
+    """
+
+    state: Any
+    step: int
+    window: tuple[int, ...] = ()
+
+
+class Rescue:
+    """Keeps one run's checkpoints, data position and policy state together.
+
+    Checkpoint `n` holds the state after `n` steps: the one that step `n` starts from.
+    Number 0 is the state that the run began with, and is healthy by definition.
+
+    Args:
+      keeper: a `stabil.checkpoints.Keeper`, or None for a run that cannot go back.
+      policy: the ladder, whose state is saved along.
+      folder: where the skip list is noted as soon as it changes; a checkpoint older
+        than a rollback does not know it.
+    """
+
+    def __init__(self, keeper: Any, policy: Any, folder: RunFolder):
+        self.keeper, self._policy, self._folder = keeper, policy, folder
+        # None exactly when the keeper is.
+        self.tags: Any = None
+        if keeper is not None:
+            self.tags = HealthTags(keeper, policy.healthy_after_steps)
+        self._template: Any = None
+        self.failed_saves_in_a_row = 0
+
+    def begin(self, state: Any, data: Data) -> Return | None:
+        """Saves the first state, or restores the newest healthy one of an older run."""
+        if self.keeper is None:
+            return None
+        self._template = jax.tree.map(_abstract, state)
+        notes = self._folder.read(_notes_name())
+        newest = self.keeper.newest_healthy()
+        if newest is None:
+            self._save(0, state, data, force=True)
+            self.keeper.mark(0, "healthy", "the state that the run began with")
+            return None
+        if max(self.keeper.steps()) > newest:
+            # What lies behind is not known to be healthy and would be in the way of
+            # the next saves.
+            found = self.keeper.rollback(self._template, newest + 1, "resumed")
+        else:
+            found = self.keeper.restore(self._template)
+        saved = (found.extra or {}).get("session")
+        for first, last in (notes or {}).get("windows", ()):
+            data.skip(first, last)
+        if notes and notes["leaving"] is not None:
+            # Killed in the middle of a rollback: it did not get to name its window.
+            position = saved["data"]["position"] if saved else found.step
+            data.skip(position, max(position, notes["leaving"]))
+        # A checkpoint made without a session has no position: one batch a step.
+        bare = {"position": found.step, "windows": []}
+        data.set_state(saved["data"] if saved else bare)
+        known = [n["policy"] for n in (saved, notes) if n]
+        if known:
+            self._policy.set_state(max(known, key=lambda p: p["seen"]))
+        return Return(found.state, found.step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the keeper says that it would save now; False if it cannot say."""
+        ask = getattr(self.keeper, "due", None)
+        return bool(ask and ask(step))
+
+    def save(self, step: int, state: Any, data: Data, force: bool = False) -> bool:
+        """Offers the state to the keeper, which keeps its own cadence.
+
+        Raises:
+          Exception: what the keeper raised, at the third failure in a row.
+        """
+        if self.keeper is None:
+            return False
+        try:
+            taken = self._save(step, state, data, force)
+        except Exception:
+            self.failed_saves_in_a_row += 1
+            raise
+        if taken:
+            self.failed_saves_in_a_row = 0
+            self.tags.saved(step)
+        return taken
+
+    def roll_back(self, action: Action, data: Data, newest_index: int) -> Return:
+        """Restores a healthy state from before the event and leaves its data out.
+
+        Raises:
+          LookupError: no checkpoint is healthy and old enough.
+        """
+        numbers = action.numbers
+        target = self.keeper.newest_healthy(before=numbers["before"])
+        if target is None:  # a relapse asks for an older one than there may be
+            target = self.keeper.newest_healthy(before=numbers["event_step"] + 1)
+        if target is None:
+            raise LookupError(
+                f"no healthy checkpoint from before step {numbers['event_step']}"
+            )
+        self.note(data, leaving=newest_index)
+        found = self.keeper.rollback(self._template, target + 1, action.reason)
+        saved = (found.extra or {}).get("session")
+        first = int(saved["data"]["position"]) if saved else newest_index
+        last = newest_index + numbers["skip_more"]
+        data.skip(first, last)
+        self.tags.rolled_back(found.step)
+        return Return(found.state, found.step, (first, last))
+
+    def finish(self, healthy: bool) -> None:
+        """Waits for the last save, and tags what the end of the run has proved."""
+        if self.keeper is None:
+            return
+        self.keeper.wait()
+        if healthy:
+            self.tags.finish()
+
+    def note(self, data: Data, leaving: int | None = None) -> None:
+        """Puts skip list and policy state on the disk at once.
+
+        Args:
+          data: holds the skip list.
+          leaving: last position of a window whose beginning a rollback is about to
+            find out; None when there is no such window.
+        """
+        content = {
+            "windows": [list(w) for w in data.windows],
+            "leaving": leaving,
+            "policy": self._policy.get_state(),
+        }
+        self._folder.write(_notes_name(), content)
+
+    def _save(self, step: int, state: Any, data: Data, force: bool) -> bool:
+        extra = {"data": data.get_state(), "policy": self._policy.get_state()}
+        return self.keeper.save(step, state, extra={"session": extra}, force=force)
+
+
+def _notes_name() -> str:
+    process = jax.process_index()
+    return f"session-{process:05d}.json" if process else _NOTES
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return leaf

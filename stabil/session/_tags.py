@@ -1,0 +1,77 @@
+"""Which checkpoints have proved healthy: only later steps can tell."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass
+class _Waiting:
+    clean: int = 0  # steps in a row without trouble
+    seen: int = 0
+    bad: int = 0
+    tag: str = "pending"
+
+
+class HealthTags:
+    """Promotes and demotes a keeper's steps by what is observed after them.
+
+    A saved step is `pending`. After `after_steps` observed steps in a row without
+    trouble it is `healthy`. Trouble before that makes it `suspect`, since what went
+    wrong may be older than its symptom. A suspect that survives `after_steps` clean
+    steps becomes healthy after all; so does one that has seen ten times as many with
+    fewer than one bad in five, or noisy data would leave no step to go back to.
+
+    Args:
+      keeper: a `stabil.checkpoints.Keeper`.
+      after_steps: see above; bounded by the keeper's own cadence, so that each step can
+        be promoted before the next is saved.
+    """
+
+    def __init__(self, keeper: Any, after_steps: int):
+        self._keeper = keeper
+        cadence = getattr(keeper, "save_every", None) or after_steps
+        self.after_steps = max(1, min(after_steps, int(cadence)))
+        self._waiting: dict[int, _Waiting] = {}
+
+    def saved(self, step: int) -> None:
+        """Begins to watch over a step that the keeper has taken."""
+        self._waiting[step] = _Waiting()
+
+    def observe(self, observed: int, trouble: bool, cause: str) -> None:
+        """Counts step `observed` for every saved step that waits for its tag.
+
+        Saved step `n` starts step `n`: an earlier one tells against it, not for it.
+        """
+        for step, entry in list(self._waiting.items()):
+            if observed < step and not trouble:
+                continue
+            entry.seen += 1
+            entry.bad += trouble
+            entry.clean = 0 if trouble else entry.clean + 1
+            if trouble and entry.tag == "pending":
+                entry.tag = "suspect"
+                self._mark(step, "suspect", cause)
+            elif entry.clean >= self.after_steps or (
+                entry.seen >= 10 * self.after_steps and entry.bad * 5 < entry.seen
+            ):
+                del self._waiting[step]
+                self._mark(step, "healthy", f"survived {entry.seen} later steps")
+
+    def rolled_back(self, target: int) -> None:
+        """Forgets steps after `target`: the keeper has quarantined them."""
+        self._waiting = {s: w for s, w in self._waiting.items() if s <= target}
+
+    def finish(self) -> None:
+        """Promotes what is still pending at the end of a run without an open event."""
+        for step, entry in self._waiting.items():
+            if entry.tag == "pending":
+                self._mark(step, "healthy", "the run ended without an open event")
+        self._waiting.clear()
+
+    def _mark(self, step: int, tag: str, cause: str) -> None:
+        # The keeper may have removed the step since, or failed to write it.
+        with contextlib.suppress(ValueError):
+            self._keeper.mark(step, tag, cause)

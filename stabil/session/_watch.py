@@ -1,0 +1,149 @@
+"""Reads vitals, asks the ladder, and carries out what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from stabil.policy import Action, Ladder, Observation
+from stabil.session._account import Account
+from stabil.session._data import Data
+from stabil.session._flight import DamageCheck, to_observation
+from stabil.session._reporter import Reporter
+from stabil.session._rescue import Rescue, Return
+from stabil.session._stop import TrainingStopped
+from stabil.telemetry import Event, RunFolder
+from stabil.vocabulary import Vitals
+
+_LONGEST_POSTPONEMENT = 50  # steps
+
+
+class Watch:
+    """The part of a session that judges and acts.
+
+    Attributes:
+      account: steps lost so far.
+      rescue: checkpoints and data position.
+    """
+
+    def __init__(
+        self, folder: RunFolder, keeper: Any, policy: Ladder, reporter: Reporter
+    ):
+        self.account = Account()
+        self.rescue = Rescue(keeper, policy, folder)
+        self._policy, self._reporter = policy, reporter
+        self._damage = DamageCheck()
+        self._data: Any = None  # `Data` from `begin` on
+        self._resets = self._postponed = 0
+        self._reset_due = False
+
+    def begin(self, state: Any, data: Data) -> Return | None:
+        """Takes the data over, and resumes an older run where there is one."""
+        self._data = data
+        return self.rescue.begin(state, data)
+
+    def take_reset(self) -> bool:
+        """Whether the next step is to restart the moments; once per request."""
+        due, self._reset_due = self._reset_due, False
+        return due
+
+    def observe(
+        self, step: int, index: int, vitals: Vitals, state: Any, next_step: int
+    ) -> Return | None:
+        """Reads one step's vitals and acts on them.
+
+        Args:
+          step: number of the step.
+          index: position of its batch.
+          vitals: of the step.
+          state: the newest state, or None when the loop has ended and it is too late
+            for anything but a line in the log.
+          next_step: step that would run next.
+
+        Returns:
+          Where to go back to, or None to go on.
+
+        Raises:
+          TrainingStopped: the ladder has given up.
+        """
+        vitals = jax.device_get(vitals)
+        seen = to_observation(step, index, vitals, self._resets)
+        self._resets = int(vitals.tally.resets)
+        seen = seen._replace(
+            damaged=None if state is None else self._damage(seen, state),
+            can_roll_back=self.rescue.keeper is not None,
+        )
+        actions = self._policy.decide(seen)
+        self.account.observe(seen)
+        if self.rescue.tags:
+            trouble, cause = self._policy.in_trouble, ", ".join(seen.causes)
+            self.rescue.tags.observe(step, trouble, cause)
+        found = None
+        for action in actions:
+            if state is None and action.kind in ("rollback", "stop"):
+                action = action._replace(report_only=True)
+            if action.kind == "rollback" and not action.report_only:
+                found = self._roll_back(action, seen, next_step)
+            else:
+                self._carry_out(action, seen)
+        self._reporter.step(seen, vitals)
+        return found
+
+    def save(self, step: int, state: Any, is_last: bool) -> None:
+        """Offers a state to the keeper; a state in trouble only after a while.
+
+        Raises:
+          Exception: what the keeper raised, at the third failure in a row.
+        """
+        if self._policy.in_trouble and not is_last and self.rescue.is_due(step):
+            # Worth little, but trouble that lasts must not end saving for good.
+            self._postponed += 1
+            if self._postponed < _LONGEST_POSTPONEMENT:
+                return
+        try:
+            if self.rescue.save(step, state, self._data, force=is_last):
+                self._postponed = 0
+        except Exception as error:
+            self._failed_save(step, error)
+            if self.rescue.failed_saves_in_a_row >= 3:
+                self._reporter.log.flush()
+                raise
+
+    def finish(self, step: int) -> None:
+        """Waits for the last save and tags it; a failure is told and not raised."""
+        try:
+            self.rescue.finish(healthy=not self._policy.event_open)
+        except Exception as error:
+            self._failed_save(step, error)
+
+    def _carry_out(self, action: Action, seen: Observation) -> None:
+        self._reporter.action(action, seen)
+        if action.report_only:
+            return
+        if action.kind == "reset" and action.numbers.get("by") != "device":
+            self._reset_due = True
+        if action.kind == "stop":
+            self._reporter.log.flush()
+            raise TrainingStopped(action.reason, action.numbers.get("advice", ()))
+
+    def _roll_back(self, action: Action, seen: Observation, next_step: int) -> Return:
+        try:
+            newest = self._data.position - 1
+            found = self.rescue.roll_back(action, self._data, newest)
+        except Exception as error:
+            reason = f"{action.reason}; the rollback failed: {error}"
+            self._carry_out(Action("stop", reason, action.numbers), seen)
+            raise
+        self._policy.rolled_back(seen, found.step, found.window)
+        self.account.rolled_back(found.step, next_step)
+        action.numbers.update(to_step=found.step, skipped=list(found.window))
+        self._reporter.action(action, seen)
+        self.rescue.note(self._data)
+        self._damage.forget()
+        self._reporter.log.flush()
+        return found
+
+    def _failed_save(self, step: int, error: Exception) -> None:
+        text = f"checkpoint {step}: {type(error).__name__}: {error}"
+        self._reporter.record(Event(action="save_failed", step=step, text=text))
