@@ -1,195 +1,14 @@
-"""Where an optimizer keeps its moments, and how to restart them without a kick."""
+"""Restarts the moments of any optimizer without a kick."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from stabil import _tree
-
-FIRST_NAMES = frozenset(
-    "mu trace m m1 m2 momentum diagonal_momentum velocity exp_avg first_moment".split()
-)
-SECOND_NAMES = frozenset(
-    "nu v nu_max v_row v_col n e_g exp_avg_sq second_moment".split()
-)
-# Trees that mirror the parameters and are no moments: copies of parameters, gradients
-# being accumulated, sums that a restart would turn into another learning rate.
-KEPT_NAMES = frozenset(
-    "z x0 params0 init_params init_particles acc_grads grad_acc previous_gradient "
-    "prev_updates g step_sizes grad_sum e_x s sum_of_squares grad_sum_sq".split()
-)
-# Fields whose name alone would mislead: `ema` could be a weight average, and SM3 keeps
-# sums of squares under `mu` and its momentum under `nu`.
-BY_TYPE = {
-    optax.EmaState: {"ema": "first"},
-    optax.ScaleBySM3State: {"mu": "kept", "nu": "first"},
-}
-# Beside these fields a second moment is not in units of the gradient's square.
-FOREIGN_UNITS = frozenset({"params0", "hessian_fn_state"})
-
-
-class MomentArray(NamedTuple):
-    """One array of an optimizer state that holds a moment of one parameter.
-
-    Attributes:
-      path: slash path in the state, for example `0/mu/mlp/kernel`.
-      position: index among the leaves of the state, in flattening order.
-      leaf: index among the measured leaves of the parameters.
-    """
-
-    path: str
-    position: int
-    leaf: int
-
-
-class Moments(NamedTuple):
-    """Where the moments are; static, so that it can be found while tracing.
-
-    Attributes:
-      first: averages of gradients.
-      second: averages of squared gradients, factored or not.
-      unrecognised: slash paths of arrays that look like moments and could not be
-        placed: they mirror a parameter under an unknown name, or have a moment's
-        name and mirror no parameter.
-    """
-
-    first: tuple[MomentArray, ...]
-    second: tuple[MomentArray, ...]
-    unrecognised: tuple[str, ...]
-
-
-def _name(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
-
-
-def _placements(
-    path: tuple, owners: dict[tuple, int]
-) -> Iterator[tuple[int, str, tuple]]:
-    """Parameter leaf, field name and parent path, the longest match first.
-
-    The field stands before the parameter's path (`mu/mlp/kernel`) or, in states that
-    keep one record per parameter, after it (`stats/mlp/kernel/momentum`).
-    """
-    n = len(path)
-    for size in range(n - 1, -1, -1):
-        for start in range(n - size, -1, -1):
-            leaf = owners.get(path[start : start + size])
-            if leaf is None:
-                continue
-            end = start + size
-            if end == n and start > 0:
-                yield leaf, _name(path[start - 1]), path[: start - 1]
-            elif size and end < n:
-                yield leaf, _name(path[end]), path[:end]
-
-
-def _fits_first(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
-    # A projected momentum (GaLore) has other sizes; 0 is right in any basis.
-    return shape == param or len(shape) == len(param) > 1
-
-
-def _fits_second(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
-    one_axis_less = {param[:i] + param[i + 1 :] for i in range(len(param))}
-    return shape == param or shape in one_axis_less or shape in {(), (1,)}
-
-
-_FITS = {"first": _fits_first, "second": _fits_second}
-
-
-def _kind(name: str, siblings: Collection[str], names: tuple[Collection, Collection]):
-    """`first`, `second`, `kept` or None for the field `name` of one record."""
-    if name in names[0]:
-        return "first"
-    if name in names[1]:
-        return "second"
-    if "n" in siblings and name == "v":  # Adan: v averages gradient differences
-        return "first"
-    if name == "n" and "m" not in siblings:
-        return None
-    if name in SECOND_NAMES:
-        return "kept" if FOREIGN_UNITS & set(siblings) else "second"
-    if name in FIRST_NAMES:
-        return "first"
-    return "kept" if name in KEPT_NAMES else None
-
-
-def find_moments(
-    state: Any,
-    params: Any,
-    *,
-    first: Collection[str] = (),
-    second: Collection[str] = (),
-) -> Moments:
-    """Finds the first and second moments in the state of any Optax optimizer.
-
-    An array is a moment of a parameter when the parameter's own key path stands in
-    the array's path beside a field with a moment's name, and the shapes agree. So
-    chains, `partition`, `masked`, `inject_hyperparams`, `MultiSteps`, schedule-free
-    and records per parameter need no knowledge of their own.
-
-    Args:
-      state: state of an optimizer; arrays, tracers or `jax.ShapeDtypeStruct`.
-      params: parameters, or gradients, of the structure that `init` saw.
-      first: further field names that hold first moments.
-      second: further field names that hold averages of squared gradients.
-
-    Returns:
-      `Moments`. Copies of parameters (`z` of schedule-free), accumulated gradients
-      and Adagrad's sums are no moments and are not listed.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax
-      >>> params = {"w": jnp.ones([2, 3])}
-      >>> found = find_moments(optax.adamw(1e-3).init(params), params)
-      >>> [m.path for m in found.first + found.second]
-      ['0/mu/w', '0/nu/w']
-    """
-    measured = [
-        (path, leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-        if _tree.is_measured(leaf)
-    ]
-    owners = {tuple(path): i for i, (path, _) in enumerate(measured)}
-    shapes = [tuple(jnp.shape(leaf)) for _, leaf in measured]
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    fields: dict[tuple, set[str]] = {}
-    for path, _ in leaves:
-        for i, key in enumerate(path):
-            fields.setdefault(tuple(path[:i]), set()).add(_name(key))
-    names = (first, second)
-    typed = _kinds_by_type(state)
-    out: dict[str, list] = {"first": [], "second": []}
-    unrecognised = []
-    for position, (path, leaf) in enumerate(leaves):
-        if not _tree.is_measured(leaf):
-            continue
-        where, shape = _tree.path_name(path), tuple(jnp.shape(leaf))
-        mirrors = False
-        for owner, name, parent in _placements(tuple(path), owners):
-            kind = typed.get(parent, {}).get(name) or _kind(name, fields[parent], names)
-            if kind == "kept":
-                break
-            if kind and _FITS[kind](shape, shapes[owner]):
-                out[kind].append(MomentArray(where, position, owner))
-                break
-            mirrors |= shape == shapes[owner] != ()
-        else:
-            named = FIRST_NAMES | SECOND_NAMES - {"n", "v", "m"}
-            if mirrors or (shape != () and named & {_name(k) for k in path}):
-                unrecognised.append(where)
-    return Moments(tuple(out["first"]), tuple(out["second"]), tuple(unrecognised))
-
-
-def _kinds_by_type(state: Any) -> dict[tuple, dict[str, str]]:
-    """For the paths of states in `BY_TYPE`, what their fields hold."""
-    known = lambda node: type(node) in BY_TYPE  # noqa: E731
-    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=known)[0]
-    return {tuple(path): BY_TYPE[type(node)] for path, node in nodes if known(node)}
+from stabil.transforms._find_moments import Moments, find_moments
 
 
 def restart_moments(
@@ -228,24 +47,53 @@ def restart_moments(
       [0. 0.] [4. 4.] 1
     """
     found = find_moments(state, params) if found is None else found
-    sizes = [x.size for x in map(jnp.asarray, _measured(params))]
+    measured = [x for x in jax.tree.leaves(params) if _tree.is_measured(x)]
+    sizes = [max(jnp.size(x), 1) for x in measured]
     restart = jnp.broadcast_to(restart, [len(sizes)])
     fill = jnp.broadcast_to(fill, [len(sizes)])
-    usable = jnp.isfinite(fill) & (fill > 0)
+    leaves = jax.tree.leaves(state)
+    # One number for a whole tensor is a squared norm (NovoGrad), not a mean.
+    entries = [
+        sizes[m.leaf] if jnp.ndim(leaves[m.position]) == 0 else 1 for m in found.second
+    ]
+    owners = jnp.asarray([m.leaf for m in found.second], jnp.int32)
+    fills = fill[owners] * jnp.asarray(entries, fill.dtype)
+    return restart_arrays(state, found, restart, fills)
+
+
+def restart_arrays(
+    state: Any, found: Moments, restart: jax.Array, fills: jax.Array, keep: float = 0.0
+) -> Any:
+    """Restarts the moments of chosen leaves, or damps them, to one level per array.
+
+    Args:
+      state: state of an optimizer.
+      found: where its moments are.
+      restart: bool `[leaves]` over the measured leaves of the parameters.
+      fills: float32 `[len(found.second)]`, what the second moments become; where not
+        finite or not positive, an array keeps its finite entries.
+      keep: share of the old finite moments that stays; in [0, 1).
+
+    Returns:
+      State of the same structure, shapes and dtypes.
+    """
     leaves, treedef = jax.tree.flatten(state)
+
+    def blend(x: jax.Array, level: jax.Array) -> jax.Array:
+        if not keep:
+            return level
+        mixed = keep * x.astype(level.dtype) + (1 - keep) * level
+        return jnp.where(jnp.isfinite(x), mixed, level)
+
     for m in found.first:
-        x = leaves[m.position]
-        leaves[m.position] = jnp.where(restart[m.leaf], jnp.zeros([], x.dtype), x)
-    for m in found.second:
-        x = leaves[m.position]
-        # One number for a whole tensor is a squared norm (NovoGrad), not a mean.
-        entries = sizes[m.leaf] if x.ndim == 0 else 1
-        level = (fill[m.leaf] * jnp.asarray(entries, fill.dtype)).astype(x.dtype)
-        kept = jnp.where(jnp.isfinite(x), x, jnp.zeros([], x.dtype))
-        fresh = jnp.where(usable[m.leaf], level, kept)
+        x = jnp.asarray(leaves[m.position])
+        zero = jnp.zeros_like(x)
+        leaves[m.position] = jnp.where(restart[m.leaf], blend(x, zero), x)
+    for i, m in enumerate(found.second):
+        x = jnp.asarray(leaves[m.position])
+        usable = jnp.isfinite(fills[i]) & (fills[i] > 0)
+        level = jnp.full_like(x, fills[i].astype(x.dtype))
+        finite = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+        fresh = jnp.where(usable, blend(x, level), finite)
         leaves[m.position] = jnp.where(restart[m.leaf], fresh, x)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _measured(params: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(params) if _tree.is_measured(x)]

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from stabil.transforms._moments import find_moments, restart_moments
+from stabil.transforms._find_moments import find_moments
+from stabil.transforms._moments import restart_moments
 
 contrib = optax.contrib
 PARAMS = {
@@ -109,7 +110,9 @@ def test_what_is_not_found_is_named_and_can_be_given():
     state = {"slow_average": params, "ema": params, "noise": jnp.ones(3)}
     found = find_moments(state, params)
     assert found == ((), (), ("ema/w", "slow_average/w"))
-    found = find_moments(state, params, first=["slow_average"], second=["ema"])
+    found = find_moments(
+        state, params, names={"slow_average": "first", "ema": "second"}
+    )
     assert [m.path for m in found.first] == ["slow_average/w"]
     assert [m.path for m in found.second] == ["ema/w"]
     flat = optax.flatten(ADAM).init(params)
