@@ -1,1 +1,31 @@
+"""Remember: checkpoints that know whether they are healthy."""
 
+from stabil.checkpoints._errors import DamagedError as DamagedError
+from stabil.checkpoints._errors import NoHealthyStepError as NoHealthyStepError
+from stabil.checkpoints._errors import NotARunFolderError as NotARunFolderError
+from stabil.checkpoints._errors import SaveFailedError as SaveFailedError
+from stabil.checkpoints._errors import StructureError as StructureError
+from stabil.checkpoints._keeper import Keeper as Keeper
+from stabil.checkpoints._offline import StepInfo as StepInfo
+from stabil.checkpoints._offline import Verified as Verified
+from stabil.checkpoints._offline import list_steps as list_steps
+from stabil.checkpoints._offline import mark as mark
+from stabil.checkpoints._offline import rollback as rollback
+from stabil.checkpoints._offline import verify as verify
+from stabil.checkpoints._restoring import Restored as Restored
+
+__all__ = [
+    "DamagedError",
+    "Keeper",
+    "NoHealthyStepError",
+    "NotARunFolderError",
+    "Restored",
+    "SaveFailedError",
+    "StepInfo",
+    "StructureError",
+    "Verified",
+    "list_steps",
+    "mark",
+    "rollback",
+    "verify",
+]

@@ -1,0 +1,92 @@
+"""Small files that survive a kill: written aside, flushed, renamed, and checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import time
+import uuid
+import zlib
+from typing import Any
+
+from stabil.checkpoints._errors import DamagedError
+
+# What was being written when a process was killed carries this prefix.
+TEMPORARY = ".stabil-tmp-"
+
+
+def fsync_path(path: pathlib.Path) -> None:
+    """Flushes a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _checksum(payload: dict[str, Any]) -> str:
+    text = json.dumps(payload, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def write_sealed(path: pathlib.Path, payload: dict[str, Any]) -> None:
+    """Writes a JSON object with its checksum; after a kill the old file or the new.
+
+    Args:
+      path: file to make or replace; its folder must exist.
+      payload: JSON-able, without a key `crc32`.
+    """
+    # Through text and back, so that the checksum is of what a reader will see.
+    payload = json.loads(json.dumps(payload))
+    text = json.dumps({"crc32": _checksum(payload), **payload}, indent=1) + "\n"
+    aside = path.with_name(TEMPORARY + path.name + "-" + uuid.uuid4().hex[:8])
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    fsync_path(path.parent)
+
+
+def read_sealed(path: pathlib.Path) -> dict[str, Any]:
+    """Reads what `write_sealed` wrote.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      DamagedError: the text is not what was written.
+    """
+    raw = path.read_bytes()
+    try:
+        payload = json.loads(raw)
+        checksum = payload.pop("crc32")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedError(f"{path} is not readable: {error}") from error
+    if checksum != _checksum(payload):
+        raise DamagedError(f"{path} is not what was written: its checksum differs")
+    return payload
+
+
+def append_line(path: pathlib.Path, record: dict[str, Any]) -> None:
+    """Appends one JSON object and its UTC time to a file of lines."""
+    line = json.dumps({"time": utc_now(), **record}) + "\n"
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The objects of a file of lines; a line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def utc_now() -> str:
+    """The wall clock in UTC, for people to read; nothing is decided by it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

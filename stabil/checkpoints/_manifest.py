@@ -1,0 +1,159 @@
+"""The manifest of a step: which leaves it holds and the digest of each."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from stabil.checkpoints import _digest, _leaves
+from stabil.checkpoints._digest import Digest
+from stabil.checkpoints._errors import DamagedError
+from stabil.checkpoints._leaves import Leaf
+
+FORMAT = 1
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide what a state means."""
+    import importlib.metadata as metadata
+
+    found = {"python": platform.python_version()}
+    for name in ("stabil", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _on_host(x: jax.Array) -> bool:
+    return all(d.platform == "cpu" for d in x.sharding.device_set)
+
+
+def hold(values: list[Any]) -> Callable[[], list[Digest]]:
+    """Takes hold of the bytes of a state, so that they can be read after a donation.
+
+    Arrays in host memory are kept by reference, which costs nothing and makes XLA
+    copy instead of overwriting while they are held. Arrays on an accelerator are
+    digested where they are; the work is queued before any later step.
+
+    Returns:
+      A function for another thread that gives one digest a leaf, in order.
+    """
+    parts: list[list[tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]]] = []
+    remote: dict[int, jax.Array] = {}
+    for n, value in enumerate(values):
+        held = []
+        if isinstance(value, jax.Array) and _leaves.is_key(value):
+            value = jax.random.key_data(value)
+        if isinstance(value, np.ndarray):
+            held = [(value, value.shape, (0,) * value.ndim)]
+        elif isinstance(value, jax.Array) and not _on_host(value):
+            remote[n] = value
+        elif isinstance(value, jax.Array):
+            held = [
+                (
+                    np.asarray(shard.data),
+                    value.shape,
+                    tuple(s.start or 0 for s in shard.index),
+                )
+                for shard in value.addressable_shards
+                if shard.replica_id == 0
+            ]
+        parts.append(held)
+    table = _digest.digest_on_device(list(remote.values())) if remote else None
+
+    def digest_leaf(held: list[Any]) -> Digest:
+        total = _digest.ZERO
+        for part in held:
+            total += _digest.digest_part(*part)
+        return total
+
+    def digests() -> list[Digest]:
+        # NumPy lets go of the interpreter in its loops; two threads fill two cores.
+        with concurrent.futures.ThreadPoolExecutor(2, "stabil-digest") as pool:
+            found = list(pool.map(digest_leaf, parts))
+        parts.clear()
+        if table is not None:
+            for n, row in zip(remote, np.asarray(table), strict=True):
+                found[n] = Digest(*(int(v) for v in row))
+        return found
+
+    return digests
+
+
+def python_value(leaf: Leaf, value: Any) -> str | None:
+    """A Python leaf as an exact text; None for arrays."""
+    if leaf.kind != "python":
+        return None
+    return repr(value.item() if isinstance(value, np.ndarray) else value)
+
+
+def describe(
+    leaves: list[Leaf], values: list[Any], digests: list[Digest]
+) -> list[dict[str, Any]]:
+    """The JSON of the leaves of a state."""
+    rows = []
+    for leaf, value, digest in zip(leaves, values, digests, strict=True):
+        row: dict[str, Any] = {
+            "path": list(leaf.path),
+            "kind": leaf.kind,
+            "shape": list(leaf.shape),
+            "dtype": leaf.dtype,
+        }
+        if leaf.kind == "python":
+            row["value"] = value
+        else:
+            row["digest"] = f"{digest.first:08x}{digest.second:08x}"
+            row["nonfinite"] = digest.nonfinite
+        rows.append(row)
+    return rows
+
+
+def leaves_of(manifest: dict[str, Any]) -> list[Leaf]:
+    """The `Leaf` of every row of a manifest."""
+    return [
+        Leaf(tuple(r["path"]), r["kind"], tuple(r["shape"]), r["dtype"])
+        for r in manifest["leaves"]
+    ]
+
+
+def nonfinite(manifest: dict[str, Any]) -> list[str]:
+    """Names of the leaves that were saved with NaN or infinite entries."""
+    return [
+        "/".join(row["path"])
+        for row in manifest["leaves"]
+        if row.get("nonfinite")
+        or row.get("dtype") == "float"
+        and row.get("value") in ("nan", "inf", "-inf")
+    ]
+
+
+def check(manifest: dict[str, Any], values: list[Any], where: str) -> None:
+    """Compares restored values with the digests of their manifest.
+
+    Args:
+      manifest: of the step.
+      values: as they are on disk, one for each row of the manifest.
+      where: names the step in the error.
+    Raises:
+      DamagedError: names the leaves whose bytes differ.
+    """
+    leaves = leaves_of(manifest)
+    digests = hold(values)()
+    python = [python_value(x, v) for x, v in zip(leaves, values, strict=True)]
+    found = describe(leaves, python, digests)
+    bad = [
+        leaf.name
+        for leaf, old, new in zip(leaves, manifest["leaves"], found, strict=True)
+        if old != new
+    ]
+    if bad:
+        raise DamagedError(
+            f"{where} holds other bytes than were saved: {', '.join(bad)}"
+        )

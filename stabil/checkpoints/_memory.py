@@ -1,0 +1,189 @@
+"""A ring of copies of the state in host memory: the first place to go back to.
+
+The copies are explicit. `jax.device_get` on a CPU is a view, and a ring of views makes
+XLA refuse to reuse donated buffers for as long as it is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stabil.checkpoints import _digest, _leaves
+from stabil.checkpoints._leaves import Leaf
+
+# Pieces of an array by the index of their first element.
+Pieces = dict[tuple[int, ...], np.ndarray]
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """A state in host memory.
+
+    `values` holds what is not an array: the value of a Python leaf, the implementation
+    of a PRNG key. `pieces` holds None for Python leaves.
+    """
+
+    step: int
+    leaves: list[Leaf]
+    values: list[Any]
+    pieces: list[Pieces | None]
+    extra: str
+    tag: str = "pending"
+
+    def nonfinite(self) -> list[str]:
+        """Names of the leaves that hold NaN or infinite entries."""
+        bad = []
+        for leaf, value, pieces in zip(
+            self.leaves, self.values, self.pieces, strict=True
+        ):
+            if pieces is None:
+                count = leaf.dtype == "float" and not np.isfinite(value)
+            else:
+                count = sum(
+                    _digest.count_nonfinite(p.reshape(-1)) for p in pieces.values()
+                )
+            if count:
+                bad.append(leaf.name)
+        return bad
+
+
+def _shards(leaf: Leaf, value: Any) -> Pieces:
+    if leaf.kind == "key":
+        value = jax.random.key_data(value)
+    if not isinstance(value, jax.Array):
+        return {(0,) * np.ndim(value): np.asarray(value)}
+    # On one process, one copy of each distinct part; a replica is not copied again.
+    return {
+        tuple(s.start or 0 for s in shard.index): np.asarray(shard.data)
+        for shard in value.addressable_shards
+    }
+
+
+def _copy(source: Pieces, slot: Pieces | None) -> Pieces:
+    """Copies pieces, into the memory of a dropped snapshot where that fits."""
+    copied = {}
+    for start, piece in source.items():
+        old = slot.get(start) if slot else None
+        if old is not None and old.shape == piece.shape and old.dtype == piece.dtype:
+            np.copyto(old, piece)
+            copied[start] = old
+        else:
+            copied[start] = np.array(piece, order="C")
+    return copied
+
+
+def _assemble(pieces: Pieces, shape: tuple[int, ...]) -> np.ndarray:
+    first = next(iter(pieces.values()))
+    if len(pieces) == 1:
+        return np.array(first)
+    whole = np.empty(shape, first.dtype)
+    for start, piece in pieces.items():
+        where = zip(start, piece.shape, strict=True)
+        whole[tuple(slice(s, s + n) for s, n in where)] = piece
+    return whole
+
+
+class Ring:
+    """Keeps the last `size` snapshots.
+
+    Args:
+      size: snapshots kept; host memory of that many states; >= 0.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._kept: list[Snapshot] = []
+
+    def take(self, step: int, state: Any, extra: dict[str, Any] | None) -> None:
+        """Copies a state, dropping the oldest snapshot when the ring is full."""
+        leaves, values, _ = _leaves.flatten(state)
+        kept = [s for s in self._kept if s.step < step]
+        slot = kept.pop(0) if self._size and len(kept) >= self._size else None
+        if slot is not None and slot.leaves != leaves:
+            slot = None
+        pieces: list[Pieces | None] = []
+        for n, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
+            if leaf.kind == "python":
+                pieces.append(None)
+            else:
+                pieces.append(
+                    _copy(_shards(leaf, value), slot.pieces[n] if slot else None)
+                )
+        other = [_not_array(x, v) for x, v in zip(leaves, values, strict=True)]
+        kept.append(Snapshot(step, leaves, other, pieces, json.dumps(extra or {})))
+        self._kept = kept[-self._size :] if self._size else []
+
+    def find(self, step: int) -> Snapshot | None:
+        """The snapshot of a step."""
+        return next((s for s in self._kept if s.step == step), None)
+
+    def healthy(self, before: int | None = None) -> list[int]:
+        """Steps of the healthy snapshots, newest first."""
+        steps = [s.step for s in self._kept if s.tag == "healthy"]
+        return sorted((s for s in steps if before is None or s < before), reverse=True)
+
+    def drop_after(self, step: int) -> None:
+        """Forgets every snapshot that is newer than a step."""
+        self._kept = [s for s in self._kept if s.step <= step]
+
+    def restore(self, snapshot: Snapshot, abstract_state: Any) -> Any:
+        """A state from copies of the snapshot, which stays as it is.
+
+        Raises:
+          StructureError: the snapshot holds other leaves.
+        """
+        wanted, targets, treedef = _leaves.flatten(abstract_state)
+        _leaves.compare(snapshot.step, snapshot.leaves, wanted)
+        at = {leaf.path: n for n, leaf in enumerate(snapshot.leaves)}
+        values = []
+        for leaf, target in zip(wanted, targets, strict=True):
+            n = at[leaf.path]
+            saved, pieces = snapshot.leaves[n], snapshot.pieces[n]
+            if pieces is None:
+                value = snapshot.values[n]
+            elif saved.kind in ("numpy", "empty"):
+                value = _assemble(pieces, saved.shape)
+            elif saved.kind == "key":
+                data = jnp.asarray(_assemble_key(pieces, saved.shape))
+                value = jax.random.wrap_key_data(data, impl=snapshot.values[n])
+                if getattr(target, "sharding", None) is not None:
+                    value = jax.device_put(value, target.sharding)
+            else:
+                value = _on_device(saved, pieces, target)
+            values.append(_leaves.from_disk(saved, target, value))
+        return jax.tree.unflatten(treedef, values)
+
+
+def _not_array(leaf: Leaf, value: Any) -> Any:
+    if leaf.kind == "key":
+        return jax.random.key_impl(value)
+    return value if leaf.kind == "python" else None
+
+
+def _assemble_key(pieces: Pieces, shape: tuple[int, ...]) -> np.ndarray:
+    return _assemble(pieces, (*shape, next(iter(pieces.values())).shape[-1]))
+
+
+def _on_device(saved: Leaf, pieces: Pieces, target: Any) -> jax.Array:
+    sharding = getattr(target, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = index or ()
+        start = tuple(s.start or 0 for s in index)
+        piece = pieces.get(start)
+        extent = tuple(
+            len(range(*s.indices(n))) for s, n in zip(index, saved.shape, strict=True)
+        )
+        if piece is not None and piece.shape == extent:
+            return np.array(piece)
+        return _assemble(pieces, saved.shape)[index]
+
+    return jax.make_array_from_callback(saved.shape, sharding, part)

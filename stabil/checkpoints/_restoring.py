@@ -1,0 +1,130 @@
+"""Choosing a step and reading it, with damage as an expected case."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from typing import Any
+
+from stabil.checkpoints import _leaves, _manifest, _store
+from stabil.checkpoints._errors import DamagedError, NoHealthyStepError
+from stabil.checkpoints._folder import Folder
+from stabil.checkpoints._memory import Ring
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A state that came back.
+
+    Attributes:
+      state: in the structure, dtypes and shardings of the state asked for.
+      step: the step that it was saved at.
+      extra: the JSON that was saved with it.
+      notes: what happened on the way, for people; empty when nothing did.
+      source: `disk` or `memory`.
+    """
+
+    state: Any
+    step: int
+    extra: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    source: str = "disk"
+
+
+def with_notes(restored: Restored, before: list[str]) -> Restored:
+    """The same with notes put in front."""
+    return dataclasses.replace(restored, notes=(*before, *restored.notes))
+
+
+def compare(folder: Folder, ring: Ring, step: int, abstract_state: Any) -> None:
+    """Refuses a state of other leaves before anything is changed.
+
+    Raises:
+      StructureError: the leaves differ.
+    """
+    wanted = _leaves.flatten(abstract_state)[0]
+    snapshot = ring.find(step)
+    if snapshot is not None and snapshot.tag == "healthy":
+        _leaves.compare(step, snapshot.leaves, wanted)
+        return
+    try:
+        manifest = folder.manifest(step)
+    except DamagedError:
+        # Found again, and dealt with, when the step is read.
+        return
+    _leaves.compare(step, _manifest.leaves_of(manifest), wanted)
+
+
+def from_disk(folder: Folder, step: int, abstract_state: Any) -> Restored:
+    """Reads a step and checks every byte of it.
+
+    Raises:
+      StructureError: the leaves differ.
+      DamagedError: the step cannot be read, or holds other bytes than were saved. It
+        has been tagged suspect.
+    """
+    try:
+        manifest = folder.manifest(step)
+        saved = _manifest.leaves_of(manifest)
+        _leaves.compare(step, saved, _leaves.flatten(abstract_state)[0])
+        raw, state = _store.read(folder.path(step), saved, abstract_state)
+        _manifest.check(manifest, raw, str(folder.path(step)))
+    except DamagedError as error:
+        folder.log("damage", step=step, cause=str(error))
+        # A folder that cannot be written can still be read from.
+        with contextlib.suppress(OSError):
+            folder.tag(step, "suspect", str(error), "stabil")
+        raise
+    return Restored(state, step, manifest["extra"])
+
+
+def at(folder: Folder, ring: Ring, step: int, abstract_state: Any) -> Restored:
+    """Reads a healthy step from memory if it is there, else from disk."""
+    snapshot = ring.find(step)
+    if snapshot is not None and snapshot.tag == "healthy":
+        state = ring.restore(snapshot, abstract_state)
+        return Restored(state, step, json.loads(snapshot.extra), source="memory")
+    return from_disk(folder, step, abstract_state)
+
+
+def newest(folder: Folder, ring: Ring, abstract_state: Any) -> Restored:
+    """The newest healthy step that can be read.
+
+    Raises:
+      NoHealthyStepError: no step is healthy.
+      DamagedError: every healthy step is damaged.
+      StructureError: the leaves differ.
+    """
+    steps = {s for s, tag in folder.tags().items() if tag == "healthy"}
+    notes: list[str] = []
+    for step in sorted(steps | set(ring.healthy()), reverse=True):
+        try:
+            return with_notes(at(folder, ring, step, abstract_state), notes)
+        except DamagedError as error:
+            notes.append(f"step {step} was passed over: {error}")
+    raise none_left(folder, None, notes)
+
+
+def none_left(folder: Folder, before: int | None, notes: list[str]) -> Exception:
+    """The error for a run that has no step to go back to."""
+    if notes:
+        return DamagedError(
+            f"needed a healthy step in {folder.root} that can be read, got none: "
+            f"{'; '.join(notes)}. Name another step with "
+            "keeper.restore(abstract_state, step=...), or start from scratch in a new "
+            "folder"
+        )
+    tags = folder.tags()
+    limit = "" if before is None else f" before {before}"
+    if not tags:
+        return NoHealthyStepError(
+            f"needed a healthy step{limit} in {folder.root}, got an empty run: start "
+            "from scratch and call keeper.save"
+        )
+    there = ", ".join(f"{s} {tag}" for s, tag in tags.items())
+    return NoHealthyStepError(
+        f"needed a healthy step{limit} in {folder.root}, got {there}: judge one with "
+        "keeper.mark(step, 'healthy'), or choose one whatever its tag with "
+        "keeper.restore(abstract_state, step=...)"
+    )

@@ -1,0 +1,120 @@
+"""A run's folder without its model."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stabil import checkpoints
+from stabil.checkpoints import Keeper, NoHealthyStepError, NotARunFolderError
+
+
+def whole(text):
+    return "^" + re.escape(text) + "$"
+
+
+def state(seed):
+    params = {"w": jax.random.normal(jax.random.key(seed), (64, 64)), "b": np.ones(3)}
+    mesh = Mesh(np.array(jax.devices()), ("a",))
+    sharding = NamedSharding(mesh, PartitionSpec("a"))
+    return {
+        "params": params,
+        "opt": optax.adamw(1e-3).init({"w": params["w"]}),
+        "key": jax.random.key(seed),
+        "epoch": seed,
+        "done": False,
+        "empty": jnp.zeros((0, 2)),
+        "sharded": jax.device_put(jnp.arange(16.0), sharding),
+        "layers": {7: {"text/with/slash": jnp.ones(2, jnp.bfloat16)}},
+    }
+
+
+def make(path, tags):
+    keeper = Keeper(path)
+    for n, tag in enumerate(tags, 1):
+        keeper.save(10 * n, state(n), force=True)
+        keeper.wait()
+        if tag != "pending":
+            keeper.mark(10 * n, tag, f"cause {n}", by="test")
+    return keeper
+
+
+def test_lists_every_step(tmp_path):
+    keeper = make(tmp_path, ["healthy", "suspect", "pending"])
+    keeper.rollback(state(0), 30, "spike")
+    listed = checkpoints.list_steps(tmp_path)
+    assert [(s.step, s.tag, s.cause, s.by) for s in listed] == [
+        (10, "healthy", "cause 1", "test"),
+        (20, "quarantined", "spike", "rollback"),
+        (30, "quarantined", "spike", "rollback"),
+    ]
+    assert all(s.size > 10_000 and s.saved.endswith("Z") for s in listed)
+    assert all((tmp_path / s.path).is_dir() for s in listed)
+
+
+def test_verifies_without_the_model(tmp_path):
+    make(tmp_path, ["healthy", "healthy", "pending"])
+    found = list(checkpoints.verify(tmp_path))
+    assert [(v.step, v.ok, v.tag) for v in found] == [
+        (30, True, "pending"),
+        (20, True, "healthy"),
+        (10, True, "healthy"),
+    ]
+    assert found[0].leaves == 11
+    data = max((tmp_path / "20").rglob("*"), key=lambda p: p.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(bytes(raw))
+    (tmp_path / "30" / "state" / "_METADATA").unlink()
+    bad = {v.step: v for v in checkpoints.verify(tmp_path)}
+    assert [bad[s].ok for s in (10, 20, 30)] == [True, False, False]
+    assert bad[20].tag == bad[30].tag == "suspect"
+    assert bad[20].problem.startswith(
+        f"{tmp_path / '20'} holds other bytes than were saved: "
+    )
+    (only,) = checkpoints.verify(tmp_path, 10)
+    assert only.step == 10
+
+
+def test_judges_and_goes_back(tmp_path):
+    make(tmp_path, ["pending", "pending", "pending"])
+    text = (
+        f"needed a healthy step before 30 in {tmp_path}, got none: judge one first "
+        "with "
+        "stabil.checkpoints.mark"
+    )
+    with pytest.raises(NoHealthyStepError, match=whole(text)):
+        checkpoints.rollback(tmp_path, 30)
+    assert checkpoints.mark(tmp_path, 10, "healthy", "by eye", by="me") == "healthy"
+    record = checkpoints.rollback(tmp_path, 30, "spike")
+    assert (record["target"], record["before"], record["reason"]) == (10, 30, "spike")
+    assert Keeper(tmp_path).steps() == {10: "healthy"}
+
+
+def test_refuses(tmp_path):
+    (tmp_path / "empty").mkdir()
+    text = (
+        f"needed a folder that a stabil Keeper made, got none at {tmp_path / 'empty'}: "
+        "nothing was changed; name a new or empty folder"
+    )
+    for call in (checkpoints.list_steps, checkpoints.verify):
+        with pytest.raises(NotARunFolderError, match=whole(text)):
+            call(tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+    make(tmp_path / "run", ["pending"])
+    text = f"needed a step of {tmp_path / 'run'}, got 11: the steps on disk are 10"
+    with pytest.raises(ValueError, match=whole(text)):
+        checkpoints.mark(tmp_path / "run", 11, "healthy")
+    with pytest.raises(ValueError, match=whole(text)):
+        checkpoints.verify(tmp_path / "run", 11)
+    text = (
+        "needed the tag 'healthy' or 'suspect', got 'good': a step is pending until it "
+        "is "
+        "judged, and a rollback quarantines"
+    )
+    with pytest.raises(ValueError, match=whole(text)):
+        checkpoints.mark(tmp_path / "run", 10, "good")
