@@ -35,6 +35,9 @@ class Keeper:
       keep_quarantined: steps to keep of those that rollbacks set aside; >= 0.
       compress: compress arrays with zstd: about a tenth smaller, two to three times
         slower to save on few cores.
+    Attributes:
+      directory: the folder, absolute.
+      save_every: as given.
     Raises:
       NotARunFolderError: the folder is something else.
       ValueError: an argument is out of range.
@@ -77,6 +80,7 @@ class Keeper:
                 f"{save_every_minutes!r}"
             )
         self._folder = Folder(directory, create=True)
+        self.directory, self.save_every = self._folder.root, save_every
         self._saver = Saver(
             self._folder,
             keep_last=keep_last,
@@ -135,6 +139,10 @@ class Keeper:
         self._saver.begin(step, state, extra)
         self._cadence.saved(step)
         return True
+
+    def due(self, step: int) -> bool:
+        """Whether `save` would save at this step."""
+        return self._cadence.due(_whole_number(step))
 
     def snapshot(
         self, step: int, state: Any, *, extra: dict[str, Any] | None = None

@@ -251,8 +251,10 @@ def test_plain_orbax_opens_a_step(tmp_path):
 
 def test_saves_when_due(tmp_path):
     keeper = Keeper(tmp_path, save_every=4, save_every_minutes=None)
-    saved = [s for s in range(1, 14) if keeper.save(s, small(s))]
-    assert saved == [1, 4, 8, 12]
+    due = [keeper.due(s) and keeper.save(s, small(s)) for s in range(1, 14)]
+    assert [s for s, saved in enumerate(due, 1) if saved] == [1, 4, 8, 12]
+    assert not keeper.save(13, small())
+    assert (keeper.directory, keeper.save_every) == (tmp_path, 4)
     assert keeper.save(13, small(), force=True)
     keeper.wait()
     assert list(keeper.steps()) == [1, 4, 8, 12, 13]
