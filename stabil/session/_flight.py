@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stabil._tree import is_measured, path_name
 from stabil.policy import Observation
@@ -28,6 +29,11 @@ def start_copy(vitals: Vitals) -> None:
             leaf.copy_to_host_async()
 
 
+def fetch(vitals: Vitals) -> Vitals:
+    """The vitals as NumPy arrays; waits for the step that makes them."""
+    return jax.tree.map(np.asarray, vitals)
+
+
 def to_observation(
     step: int, data_index: int, vitals: Vitals, resets_before: int
 ) -> Observation:
@@ -36,7 +42,7 @@ def to_observation(
     return Observation(
         step=step,
         severity=int(vitals.verdict.severity),
-        causes=vitals.causes,
+        causes=vitals.causes if int(vitals.verdict.flags) else (),
         first=vitals.first,
         loss=float(measures.loss),
         grad_norm=float(measures.grad_norm),

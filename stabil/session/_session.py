@@ -252,7 +252,11 @@ class Session:
     def _observe(self, state: Any) -> Any:
         """Reads the oldest step in flight; the state to go back to, or None."""
         step, index, vitals = self._flight.popleft()
-        found = self._watch.observe(step, index, vitals, state, self._step)
+        try:
+            found = self._watch.observe(step, index, vitals, state, self._step)
+        except TrainingStopped:
+            self._flight.clear()
+            raise
         if found is None:
             return None
         self._flight.clear()

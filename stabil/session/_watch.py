@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from stabil.policy import Action, Ladder, Observation
 from stabil.session._account import Account
 from stabil.session._data import Data
-from stabil.session._flight import DamageCheck, to_observation
+from stabil.session._flight import DamageCheck, fetch, to_observation
 from stabil.session._reporter import Reporter
 from stabil.session._rescue import Rescue, Return
 from stabil.session._stop import TrainingStopped
@@ -67,7 +65,7 @@ class Watch:
         Raises:
           TrainingStopped: the ladder has given up.
         """
-        vitals = jax.device_get(vitals)
+        vitals = fetch(vitals)
         seen = to_observation(step, index, vitals, self._resets)
         self._resets = int(vitals.tally.resets)
         seen = seen._replace(

@@ -14,7 +14,7 @@ import pytest
 from fake_run import FakeKeeper, make_vitals
 
 from stabil.policy import Ladder, Rung
-from stabil.session import Session, TrainingStopped
+from stabil.session import Session, TrainingStopped, _watch
 from stabil.telemetry import read_events
 from stabil.vocabulary import Controls, Severity
 
@@ -42,14 +42,14 @@ def actions(run_dir, *kinds):
 
 
 def test_values_are_read_one_step_late_and_the_last_at_the_end(tmp_path, monkeypatch):
-    reads, get = [], jax.device_get
+    reads, get = [], _watch.fetch
     session = Session(tmp_path / "run", total_steps=6)
 
     def spy(tree):
         reads.append((int(session._step) - 1, int(get(tree.tally.resets))))
         return get(tree)
 
-    monkeypatch.setattr(jax, "device_get", spy)
+    monkeypatch.setattr(_watch, "fetch", spy)
     state = jnp.float32(0)
     for step, _ in session.steps(state, lambda i: i):
         state = session.end_step(state, make_vitals(resets=step))
