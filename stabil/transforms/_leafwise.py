@@ -96,13 +96,18 @@ def scaled(scale: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(scale == 1, x, product)
 
 
+def by_path(tree: Any) -> dict[str, jax.Array]:
+    """The measured leaves under their slash paths, in flattening order."""
+    return dict(zip(_tree.measured_names(tree), measured(tree), strict=True))
+
+
 def aligned(where: str, updates: Any, names: tuple[str, ...]) -> list[Any]:
     """The gradient of each named leaf, or None where the tree holds none.
 
     By path and not by position: a gradient tree may hold None or `float0` where a
     parameter is frozen.
     """
-    found = dict(zip(_tree.measured_names(updates), measured(updates), strict=True))
+    found = by_path(updates)
     unknown = [name for name in found if name not in names]
     if unknown:
         raise ValueError(
@@ -110,6 +115,12 @@ def aligned(where: str, updates: Any, names: tuple[str, ...]) -> list[Any]:
             f"{unknown[0]!r} more; call init again with these parameters"
         )
     return [found.get(name) for name in names]
+
+
+def all_finite(leaves: list[jax.Array]) -> jax.Array:
+    """Whether every entry of every leaf is finite; bool scalar."""
+    flags = [jnp.all(jnp.isfinite(x)) for x in leaves]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.ones([], bool)
 
 
 def reset_flags(
