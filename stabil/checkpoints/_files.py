@@ -10,6 +10,7 @@ import uuid
 import zlib
 from typing import Any
 
+from stabil.checkpoints import _points
 from stabil.checkpoints._errors import DamagedError
 
 # What was being written when a process was killed carries this prefix.
@@ -45,6 +46,7 @@ def write_sealed(path: pathlib.Path, payload: dict[str, Any]) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    _points.reached("written_aside")
     os.replace(aside, path)
     fsync_path(path.parent)
 

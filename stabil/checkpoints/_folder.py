@@ -19,7 +19,7 @@ import shutil
 import uuid
 from typing import Any
 
-from stabil.checkpoints import _files, _manifest
+from stabil.checkpoints import _files, _manifest, _points
 from stabil.checkpoints._errors import DamagedError, NotARunFolderError
 from stabil.checkpoints._store import UNCOMMITTED
 
@@ -183,11 +183,13 @@ class Folder:
         """Deletes a step's folder, whole or not at all for every reader."""
         record = {"path": str(path.relative_to(self.root)), "reason": reason}
         _files.append_line(self.root / "deletions.jsonl", record)
+        _points.reached("deletion_logged")
         trash = self.root / TRASH
         trash.mkdir(exist_ok=True)
         gone = trash / f"{path.name}-{uuid.uuid4().hex[:8]}"
         os.replace(path, gone)
         _files.fsync_path(self.root)
+        _points.reached("step_in_trash")
         shutil.rmtree(gone, ignore_errors=True)
 
     def sweep(self) -> None:

@@ -7,7 +7,7 @@ import operator
 import os
 from typing import Any
 
-from stabil.checkpoints import _offline, _restoring, _rollback
+from stabil.checkpoints import _offline, _points, _restoring, _rollback
 from stabil.checkpoints._cadence import Cadence
 from stabil.checkpoints._errors import DamagedError
 from stabil.checkpoints._folder import Folder
@@ -301,7 +301,7 @@ class Keeper:
             )
             try:
                 notes += self._saver.settle()
-                _rollback.reached("save_settled")
+                _points.reached("save_settled")
             finally:
                 with self._lock:
                     _rollback.finish(self._folder)

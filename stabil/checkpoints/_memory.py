@@ -141,23 +141,33 @@ class Ring:
         wanted, targets, treedef = _leaves.flatten(abstract_state)
         _leaves.compare(snapshot.step, snapshot.leaves, wanted)
         at = {leaf.path: n for n, leaf in enumerate(snapshot.leaves)}
-        values = []
-        for leaf, target in zip(wanted, targets, strict=True):
-            n = at[leaf.path]
+        order = [at[leaf.path] for leaf in wanted]
+        values: list[Any] = [None] * len(wanted)
+        whole: dict[int, tuple[np.ndarray, Any]] = {}
+        for i, (n, target) in enumerate(zip(order, targets, strict=True)):
             saved, pieces = snapshot.leaves[n], snapshot.pieces[n]
             if pieces is None:
-                value = snapshot.values[n]
+                values[i] = snapshot.values[n]
             elif saved.kind in ("numpy", "empty"):
-                value = _assemble(pieces, saved.shape)
+                values[i] = _assemble(pieces, saved.shape)
             elif saved.kind == "key":
-                data = jnp.asarray(_assemble_key(pieces, saved.shape))
-                value = jax.random.wrap_key_data(data, impl=snapshot.values[n])
-                if getattr(target, "sharding", None) is not None:
-                    value = jax.device_put(value, target.sharding)
+                values[i] = _key(saved, pieces, snapshot.values[n], target)
+            elif len(pieces) == 1 and _sharding(target).is_fully_addressable:
+                whole[i] = next(iter(pieces.values())), _sharding(target)
             else:
-                value = _on_device(saved, pieces, target)
-            values.append(_leaves.from_disk(saved, target, value))
-        return jax.tree.unflatten(treedef, values)
+                values[i] = _from_parts(saved, pieces, target)
+        if whole:
+            arrays, shardings = zip(*whole.values(), strict=True)
+            # One call for all is several times faster. An alias would let the next
+            # snapshot write into the restored state.
+            placed = jax.device_put(list(arrays), list(shardings), may_alias=False)
+            for i, value in zip(whole, placed, strict=True):
+                values[i] = value
+        restored = [
+            _leaves.from_disk(snapshot.leaves[n], target, value)
+            for n, target, value in zip(order, targets, values, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, restored)
 
 
 def _not_array(leaf: Leaf, value: Any) -> Any:
@@ -166,15 +176,19 @@ def _not_array(leaf: Leaf, value: Any) -> Any:
     return value if leaf.kind == "python" else None
 
 
-def _assemble_key(pieces: Pieces, shape: tuple[int, ...]) -> np.ndarray:
-    return _assemble(pieces, (*shape, next(iter(pieces.values())).shape[-1]))
+def _sharding(target: Any) -> jax.sharding.Sharding:
+    found = getattr(target, "sharding", None)
+    return found or jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def _on_device(saved: Leaf, pieces: Pieces, target: Any) -> jax.Array:
-    sharding = getattr(target, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+def _key(saved: Leaf, pieces: Pieces, implementation: Any, target: Any) -> jax.Array:
+    tail = next(iter(pieces.values())).shape[-1]
+    data = jnp.asarray(_assemble(pieces, (*saved.shape, tail)))
+    keys = jax.random.wrap_key_data(data, impl=implementation)
+    return jax.device_put(keys, _sharding(target))
 
+
+def _from_parts(saved: Leaf, pieces: Pieces, target: Any) -> jax.Array:
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         index = index or ()
         start = tuple(s.start or 0 for s in index)
@@ -186,4 +200,4 @@ def _on_device(saved: Leaf, pieces: Pieces, target: Any) -> jax.Array:
             return np.array(piece)
         return _assemble(pieces, saved.shape)[index]
 
-    return jax.make_array_from_callback(saved.shape, sharding, part)
+    return jax.make_array_from_callback(saved.shape, _sharding(target), part)

@@ -12,24 +12,11 @@ import shutil
 import uuid
 from typing import Any
 
-from stabil.checkpoints import _files
+from stabil.checkpoints import _files, _points
 from stabil.checkpoints._errors import DamagedError
 from stabil.checkpoints._folder import QUARANTINE, ROLLBACK, Folder
 
 INTENT = "_rollback.json"
-# Every moment between two changes on disk, in order; tests stop the process at each.
-POINTS = (
-    "intent_written",
-    "save_settled",
-    "batch_made",
-    "step_set_aside",
-    "half_made_gone",
-    "intent_retired",
-)
-
-
-def reached(point: str) -> None:
-    """Marks a named moment; does nothing itself."""
 
 
 def begin(
@@ -59,7 +46,7 @@ def begin(
         "time": _files.utc_now(),
     }
     _files.write_sealed(folder.root / INTENT, intent)
-    reached("intent_written")
+    _points.reached("intent_written")
     return name
 
 
@@ -92,20 +79,20 @@ def finish(folder: Folder) -> dict[str, Any] | None:
     batch = folder.root / QUARANTINE / intent["id"]
     batch.mkdir(parents=True, exist_ok=True)
     _files.fsync_path(folder.root)
-    reached("batch_made")
+    _points.reached("batch_made")
     half_made = folder.half_made()
     for step in folder.steps():
         if step > intent["target"]:
             os.replace(folder.path(step), batch / str(step))
-            reached("step_set_aside")
+            _points.reached("step_set_aside")
     for path in half_made:
         shutil.rmtree(path, ignore_errors=True)
     _files.fsync_path(folder.root)
-    reached("half_made_gone")
+    _points.reached("half_made_gone")
     os.replace(folder.root / INTENT, batch / ROLLBACK)
     _files.fsync_path(batch)
     _files.fsync_path(folder.root)
-    reached("intent_retired")
+    _points.reached("intent_retired")
     folder.log("rollback", **{k: v for k, v in intent.items() if k != "time"})
     return intent
 

@@ -7,15 +7,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from stabil.checkpoints import _files, _leaves, _manifest, _store
+from stabil.checkpoints import _files, _leaves, _manifest, _points, _store
 from stabil.checkpoints._folder import MANIFEST, Folder
-
-# Points between two changes on disk, in order; tests stop the process at each.
-POINTS = ("save_begun", "orbax_committed", "manifest_written", "retention_done")
-
-
-def reached(point: str) -> None:
-    """Marks a named moment; does nothing itself."""
 
 
 class Job:
@@ -69,16 +62,16 @@ class Job:
     def _run(self) -> None:
         try:
             try:
-                reached("save_begun")
+                _points.reached("save_begun")
                 digests = self._digests()
             finally:
                 # Whatever went wrong, Orbax must not be left writing.
                 self._wait()
-            reached("orbax_committed")
+            _points.reached("orbax_committed")
             self._write_manifest(digests)
-            reached("manifest_written")
+            _points.reached("manifest_written")
             self._then(self.step)
-            reached("retention_done")
+            _points.reached("retention_done")
         except BaseException as error:
             self.error = error
 

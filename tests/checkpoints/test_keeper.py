@@ -26,7 +26,7 @@ from stabil.checkpoints import (
     NotARunFolderError,
     SaveFailedError,
     StructureError,
-    _saving,
+    _points,
     _store,
 )
 
@@ -264,7 +264,7 @@ def test_a_step_is_judged_when_it_lands(tmp_path, monkeypatch):
     keeper = Keeper(tmp_path)
     judged = threading.Event()
     monkeypatch.setattr(
-        _saving, "reached", lambda p: p == "save_begun" and judged.wait(10)
+        _points, "reached", lambda p: p == "save_begun" and judged.wait(10)
     )
     keeper.save(10, small())
     assert keeper.tag(10) == "pending"

@@ -16,9 +16,9 @@ from stabil.checkpoints import (
     NoHealthyStepError,
     SaveFailedError,
     _folder,
+    _points,
     _retention,
     _rollback,
-    _saving,
 )
 
 
@@ -46,7 +46,20 @@ class Killed(BaseException):
     pass
 
 
-def kill_at(monkeypatch, module, point, times=1):
+def hold_save_until_intent(monkeypatch):
+    """Lets a save land only after a rollback has been decided."""
+    decided = threading.Event()
+
+    def reached(point):
+        if point == "save_begun":
+            decided.wait(10)
+        if point == "intent_written":
+            decided.set()
+
+    monkeypatch.setattr(_points, "reached", reached)
+
+
+def kill_at(monkeypatch, point, times=1):
     """Raises when a named point is reached for the `times`-th time."""
     turn = itertools.count(1)
 
@@ -54,7 +67,7 @@ def kill_at(monkeypatch, module, point, times=1):
         if name == point and next(turn) == times:
             raise Killed(point)
 
-    monkeypatch.setattr(module, "reached", reached)
+    monkeypatch.setattr(_points, "reached", reached)
 
 
 def test_the_run_goes_on_after_a_rollback(tmp_path):
@@ -127,13 +140,7 @@ def test_going_on_from_an_older_step_sets_the_newer_ones_aside(tmp_path):
 def test_a_save_in_flight_does_not_outlive_the_rollback(tmp_path, monkeypatch):
     keeper = Keeper(tmp_path)
     fill(keeper, ["healthy"])
-    intent_first = threading.Event()
-    monkeypatch.setattr(
-        _saving, "reached", lambda p: p == "save_begun" and intent_first.wait(10)
-    )
-    monkeypatch.setattr(
-        _rollback, "reached", lambda p: p == "intent_written" and intent_first.set()
-    )
+    hold_save_until_intent(monkeypatch)
     keeper.save(20, small(20), force=True)
     assert keeper.rollback(TARGET, 20).step == 10
     assert keeper.steps() == {10: "healthy"} and keeper.tag(20) == "quarantined"
@@ -143,20 +150,14 @@ def test_the_target_is_not_deleted_by_the_save_in_flight(tmp_path, monkeypatch):
     """Keeping one healthy step, 10 is due to go when 40 lands; a rollback needs it."""
     keeper = Keeper(tmp_path, keep_last=1)
     fill(keeper, ["healthy", "healthy"])
-    intent_first = threading.Event()
-    monkeypatch.setattr(
-        _saving, "reached", lambda p: p == "save_begun" and intent_first.wait(10)
-    )
-    monkeypatch.setattr(
-        _rollback, "reached", lambda p: p == "intent_written" and intent_first.set()
-    )
+    hold_save_until_intent(monkeypatch)
     keeper.save(30, small(30), force=True)
     assert keeper.rollback(TARGET, 15).step == 10
 
 
 @pytest.mark.parametrize(
     ("point", "times"),
-    [(p, 1) for p in _rollback.POINTS] + [("step_set_aside", 2)],
+    [(p, 1) for p in _points.ROLLBACK] + [("step_set_aside", 2)],
 )
 def test_a_rollback_cut_short_is_ended_by_the_next_keeper(
     tmp_path, monkeypatch, point, times
@@ -164,7 +165,7 @@ def test_a_rollback_cut_short_is_ended_by_the_next_keeper(
     keeper = Keeper(tmp_path)
     fill(keeper, ["healthy", "healthy", "suspect", "pending"])
     with monkeypatch.context() as patch:
-        kill_at(patch, _rollback, point, times)
+        kill_at(patch, point, times)
         with pytest.raises(Killed):
             keeper.rollback(TARGET, 25, "why", extra={"skip": [3, 4]})
     keeper = Keeper(tmp_path)
@@ -180,12 +181,12 @@ def test_a_rollback_cut_short_is_ended_by_the_next_keeper(
     assert len(keeper.rollbacks()) == 1
 
 
-@pytest.mark.parametrize("point", _saving.POINTS)
+@pytest.mark.parametrize("point", _points.SAVE)
 def test_a_save_cut_short_leaves_a_whole_step_or_none(tmp_path, monkeypatch, point):
     keeper = Keeper(tmp_path)
     fill(keeper, ["healthy"])
     with monkeypatch.context() as patch:
-        kill_at(patch, _saving, point)
+        kill_at(patch, point)
         keeper.save(20, small(20), force=True)
         with pytest.raises(SaveFailedError):
             keeper.wait()
@@ -202,7 +203,7 @@ def test_an_intent_that_rotted_is_set_aside(tmp_path, monkeypatch):
     keeper = Keeper(tmp_path)
     fill(keeper, ["healthy", "pending"])
     with monkeypatch.context() as patch:
-        kill_at(patch, _rollback, "intent_written")
+        kill_at(patch, "intent_written")
         with pytest.raises(Killed):
             keeper.rollback(TARGET, 20)
         path = tmp_path / _rollback.INTENT
