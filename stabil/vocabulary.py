@@ -84,8 +84,12 @@ class Verdict(NamedTuple):
     @classmethod
     def clear(cls) -> Verdict:
         """A verdict that found nothing."""
-        zero = jnp.zeros([], jnp.int32)
-        return cls(zero, zero, zero - 1, jnp.zeros([], jnp.float32))
+        return cls(
+            flags=jnp.zeros([], jnp.int32),
+            severity=jnp.zeros([], jnp.int32),
+            first=jnp.full([], -1, jnp.int32),
+            score=jnp.zeros([], jnp.float32),
+        )
 
 
 class Tally(NamedTuple):
@@ -110,8 +114,9 @@ class Tally(NamedTuple):
     @classmethod
     def zero(cls) -> Tally:
         """A tally of a run that has not begun."""
-        z = jnp.zeros([], jnp.int32)
-        return cls(z, z, z, z, z, jnp.zeros([len(Cause)], jnp.int32))
+        # One buffer each: a state whose leaves share a buffer cannot be donated.
+        counters = (jnp.zeros([], jnp.int32) for _ in range(5))
+        return cls(*counters, by_cause=jnp.zeros([len(Cause)], jnp.int32))
 
 
 class Measures(NamedTuple):
@@ -133,8 +138,12 @@ class Measures(NamedTuple):
     @classmethod
     def unmeasured(cls) -> Measures:
         """All NaN, apart from the factor of a clip that did nothing."""
-        nan = jnp.full([], jnp.nan, jnp.float32)
-        return cls(nan, nan, jnp.ones([], jnp.float32), nan)
+        return cls(
+            loss=jnp.full([], jnp.nan, jnp.float32),
+            grad_norm=jnp.full([], jnp.nan, jnp.float32),
+            clip_factor=jnp.ones([], jnp.float32),
+            update_norm=jnp.full([], jnp.nan, jnp.float32),
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -46,9 +46,15 @@ class BaselineState(NamedTuple):
     @classmethod
     def empty(cls, signals: int) -> BaselineState:
         """A baseline that has seen nothing."""
-        zero = jnp.zeros([signals], jnp.float32)
-        none = jnp.zeros([signals], jnp.int32)
-        return cls(zero, zero, zero, jnp.full_like(zero, jnp.inf), none, none)
+        # One buffer each: a state whose leaves share a buffer cannot be donated.
+        return cls(
+            location=jnp.zeros([signals], jnp.float32),
+            deviation=jnp.zeros([signals], jnp.float32),
+            reference=jnp.zeros([signals], jnp.float32),
+            prior=jnp.full([signals], jnp.inf, jnp.float32),
+            observed=jnp.zeros([signals], jnp.int32),
+            streak=jnp.zeros([signals], jnp.int32),
+        )
 
 
 class Deviation(NamedTuple):
