@@ -26,9 +26,9 @@ KEY = re.compile(r"(^|[/_])(k|key|k_proj|wk|w_k|to_k)([/_]|$)", re.I)
 
 # Below this standard deviation of the embedding output training is at risk.
 EMBEDDING_STD = 0.1
-# Gains of a sub-layer that are not small. At the initialisations in use the first is
-# 0.5 to 4.5 and the second 0.2 to 2 with an embedding of unit scale, and above 30 and 11
-# with the small embedding that the paper saw spiking.
+# Gains of a sub-layer that are not small. Initialisations in common use give 0.5 to 4.5
+# and 0.2 to 2 beside an embedding of unit scale; Megatron's at width 256 and 4 layers
+# gives 32 and 11 beside its own embedding, which the paper saw spiking.
 FFN_GAIN, ATTENTION_GAIN = 10.0, 5.0
 # Standard deviation of attention logits at the start; the largest of many is several
 # times that, and runs were damaged from 1000 on.

@@ -12,6 +12,8 @@ from vectors_tools import TOLERANCE, Document, Readers, check, load, precision
 
 from stabil.transforms import _leafwise
 from stabil.transforms._adaptive_norm import adaclip
+from stabil.transforms._msign import msign
+from stabil.transforms._polar import matrix_sign, stable_rank
 from stabil.transforms._spam import scale_by_spam, spam
 from stabil.transforms._stable_spam import stable_spam
 
@@ -301,10 +303,40 @@ def run_ratchet(doc: Document) -> None:
     assert ratchet[last] > ratchet[1001]
 
 
+# MSign ----------------------------------------------------------------------------
+
+
+def is_msign(doc: Document) -> bool:
+    return "2602.01734" in str(doc.get("paper")) and "cases" in doc
+
+
+def run_msign(doc: Document) -> None:
+    with precision("float64"):
+        for case in doc["cases"]:
+            w = {"w": jnp.asarray(np.array(case["input"], np.float64))}
+            tx = msign(every_steps=1)
+            zero = jax.tree.map(jnp.zeros_like, w)
+            updates, state = tx.update(zero, tx.init(w), w)
+            check(
+                w["w"] + updates["w"],
+                case["output"],
+                TOLERANCE["float64"],
+                case["name"],
+            )
+            if "sign_numpy_svd" in case:
+                check(matrix_sign(w["w"]), case["sign_numpy_svd"], 1e-10, "sign")
+            if "stable_rank_in" in case:
+                rank = stable_rank(w["w"], turns=200)
+                check(rank, case["stable_rank_in"], 1e-10, "stable rank")
+                rank = stable_rank(w["w"] + updates["w"], turns=200)
+                check(rank, case["stable_rank_out"], 1e-10, "stable rank after")
+
+
 READERS: Readers = {
     is_spam: run_spam,
     is_spam_package: run_spam,
     is_warmup_table: run_warmup_table,
     is_stable_spam: run_stable_spam,
     is_ratchet: run_ratchet,
+    is_msign: run_msign,
 }
