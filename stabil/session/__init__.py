@@ -1,6 +1,17 @@
 """Joins the host half to anybody's train step."""
 
+from stabil.session._exit import ExitCode as ExitCode
+from stabil.session._exit import Preempted as Preempted
+from stabil.session._exit import run_main as run_main
 from stabil.session._session import Session as Session
 from stabil.session._stop import TrainingStopped as TrainingStopped
+from stabil.session._supervisor import Supervisor as Supervisor
 
-__all__ = ["Session", "TrainingStopped"]
+__all__ = [
+    "ExitCode",
+    "Preempted",
+    "Session",
+    "Supervisor",
+    "TrainingStopped",
+    "run_main",
+]

@@ -17,6 +17,7 @@ from stabil.telemetry import (
     AlertDesk,
     Event,
     EventLog,
+    Heartbeat,
     ProgressLine,
     RunFolder,
     SinkChannel,
@@ -52,6 +53,9 @@ class Reporter:
             process=process,
             code_version=code_version(),
         )
+        name = f"heartbeat-{process:05d}.json" if process else "heartbeat.json"
+        self.heart = Heartbeat(folder.path / name)
+        self.heart.beat(-1, "starting")
         self.progress = progress
         self.counts: collections.Counter[str] = collections.Counter()
         self.events: collections.deque[Event] = collections.deque(maxlen=_KEPT)
@@ -116,6 +120,7 @@ class Reporter:
         for channel in self.channels:
             channel.close()
         self.log.close()
+        self.heart.close()
 
 
 def _scalars(vitals: Vitals) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from stabil.policy import Ladder
 from stabil.session._controls import ControlBoard
 from stabil.session._data import Data
+from stabil.session._ending import Ending
 from stabil.session._flight import start_copy
 from stabil.session._reporter import Reporter
 from stabil.session._rescue import Return
@@ -63,6 +64,7 @@ class Session:
         line = ProgressLine(total_steps, on=bool(progress), always=progress == "always")
         self._reporter = Reporter(self.folder, sinks, alerts, line)
         self._watch = Watch(self.folder, checkpoints, self.policy, self._reporter)
+        self._ending = Ending(self._reporter)
         self._total = total_steps
         self._data: Any = None  # `Data` from the first `steps` or `resume` on
         self._step = 0
@@ -143,13 +145,30 @@ class Session:
         self._step = step + 1
         is_last = self._step == self._total
         # A save waits for the running step in any case, so it may as well be judged.
-        is_due = self._watch.rescue.is_due(self._step)
-        while len(self._flight) > (0 if is_last or is_due else 1):
+        judge_all = is_last or self._ending.asked
+        judge_all = judge_all or self._watch.rescue.is_due(self._step)
+        while len(self._flight) > (0 if judge_all else 1):
             older = self._observe(state)
             if older is not None:
                 return older
-        self._watch.save(self._step, state, is_last)
+        self._watch.save(self._step, state, is_last or self._ending.asked)
+        self._reporter.heart.beat(self._step)
+        if self._ending.asked and not is_last:
+            self._watch.finish(self._step)
+            raise self._ending.leave(self._step)
         return state
+
+    def end_on_signal(self, *signals: int) -> None:
+        """Ends the run with an emergency checkpoint when one of the signals comes.
+
+        The step that runs is ended, judged and saved; then `end_step` raises
+        `Preempted`, which leaves the process with `ExitCode.RESTART`. Call it in the
+        main thread, for one process; several would have to agree on the step.
+
+        Args:
+          signals: for example `signal.SIGTERM`, which most schedulers send.
+        """
+        self._ending.listen(signals)
 
     def announce(self, text: str) -> None:
         """Says that data, batch size or schedule change now: their jump is no event.
@@ -185,10 +204,7 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if error is not None and not isinstance(error, TrainingStopped):
-            text = f"{kind.__name__}: {error}"
-            self._reporter.record(Event(action="failed", step=self._step, text=text))
-            self._reporter.log.flush()
+        self._ending.exit(self._step, kind, error)
         self.close()
 
     def _begin(self, state: Any, batch_for_step: Any) -> None:
@@ -254,8 +270,9 @@ class Session:
         step, index, vitals = self._flight.popleft()
         try:
             found = self._watch.observe(step, index, vitals, state, self._step)
-        except TrainingStopped:
+        except TrainingStopped as error:
             self._flight.clear()
+            self._ending.stop(self._step, error)
             raise
         if found is None:
             return None

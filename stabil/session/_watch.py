@@ -123,7 +123,8 @@ class Watch:
             self._reset_due = True
         if action.kind == "stop":
             self._reporter.log.flush()
-            raise TrainingStopped(action.reason, action.numbers.get("advice", ()))
+            advice = action.numbers.get("advice", ())
+            raise TrainingStopped(action.reason, advice, seen.causes)
 
     def _roll_back(self, action: Action, seen: Observation, next_step: int) -> Return:
         try:

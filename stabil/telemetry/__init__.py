@@ -7,6 +7,9 @@ from stabil.telemetry._channels import Alert as Alert
 from stabil.telemetry._channels import Sink as Sink
 from stabil.telemetry._channels import SinkChannel as SinkChannel
 from stabil.telemetry._event import Event as Event
+from stabil.telemetry._heartbeat import Beat as Beat
+from stabil.telemetry._heartbeat import Heartbeat as Heartbeat
+from stabil.telemetry._heartbeat import read_beat as read_beat
 from stabil.telemetry._log import EventLog as EventLog
 from stabil.telemetry._log import read_events as read_events
 from stabil.telemetry._progress import ProgressLine as ProgressLine
@@ -16,12 +19,15 @@ __all__ = [
     "Alert",
     "AlertDesk",
     "Background",
+    "Beat",
     "Event",
     "EventLog",
+    "Heartbeat",
     "ProgressLine",
     "RunFolder",
     "Sink",
     "SinkChannel",
+    "read_beat",
     "read_events",
     "sentence",
 ]
