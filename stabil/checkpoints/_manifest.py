@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import concurrent.futures
+import pathlib
 import platform
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from stabil.checkpoints import _digest, _leaves
+from stabil.checkpoints import _digest, _files, _leaves
 from stabil.checkpoints._digest import Digest
 from stabil.checkpoints._errors import DamagedError
 from stabil.checkpoints._leaves import Leaf
 
 FORMAT = 1
+# Names of the files that stabil adds to a step begin so, finished or not.
+_OURS = ("stabil-", _files.TEMPORARY)
+_SMALL = 1 << 20
 
 
 def versions() -> dict[str, str]:
@@ -132,6 +137,34 @@ def nonfinite(manifest: dict[str, Any]) -> list[str]:
         or row.get("dtype") == "float"
         and row.get("value") in ("nan", "inf", "-inf")
     ]
+
+
+def files(path: pathlib.Path) -> dict[str, list[Any]]:
+    """Size in bytes and checksum of every file of a step that is not ours.
+
+    A file beyond 1 MiB has None for a checksum: it holds arrays, which have digests.
+    """
+    found: dict[str, list[Any]] = {}
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        if not file.name.startswith(_OURS):
+            size = file.stat().st_size
+            small = size <= _SMALL
+            checksum = f"{zlib.crc32(file.read_bytes()):08x}" if small else None
+            found[str(file.relative_to(path))] = [size, checksum]
+    return found
+
+
+def changed_files(manifest: dict[str, Any], path: pathlib.Path) -> list[str]:
+    """Names of the files that are not as they were saved, and what is wrong."""
+    now, changed = files(path), []
+    for name, (size, checksum) in manifest.get("files", {}).items():
+        if name not in now:
+            changed.append(f"{name} is gone")
+        elif now[name][0] != size:
+            changed.append(f"{name} has {now[name][0]} bytes instead of {size}")
+        elif now[name][1] != checksum:
+            changed.append(f"{name} has other bytes")
+    return changed
 
 
 def check(manifest: dict[str, Any], values: list[Any], where: str) -> None:

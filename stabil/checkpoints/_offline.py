@@ -91,7 +91,7 @@ def _info(
 def verify(
     directory: str | os.PathLike[str], step: int | None = None
 ) -> Iterator[Verified]:
-    """Reads steps and compares every array with its digest, newest first.
+    """Reads steps and compares every file and every array, newest first.
 
     Needs no model, and memory for one state. A damaged step is tagged suspect.
 
@@ -127,6 +127,9 @@ def _verify_each(folder: Folder, steps: list[int]) -> Iterator[Verified]:
 
 def _verify_one(folder: Folder, step: int) -> int:
     manifest = folder.manifest(step)
+    changed = _manifest.changed_files(manifest, folder.path(step))
+    if changed:
+        raise DamagedError(f"{folder.path(step)} has changed: {'; '.join(changed)}")
     saved = _manifest.leaves_of(manifest)
     tree = _store.load_plain(folder.path(step))
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -64,18 +64,21 @@ def from_disk(folder: Folder, step: int, abstract_state: Any) -> Restored:
       DamagedError: the step cannot be read, or holds other bytes than were saved. It
         has been tagged suspect.
     """
+    path, manifest = folder.path(step), {}
     try:
         manifest = folder.manifest(step)
         saved = _manifest.leaves_of(manifest)
         _leaves.compare(step, saved, _leaves.flatten(abstract_state)[0])
-        raw, state = _store.read(folder.path(step), saved, abstract_state)
-        _manifest.check(manifest, raw, str(folder.path(step)))
+        raw, state = _store.read(path, saved, abstract_state)
+        _manifest.check(manifest, raw, str(path))
     except DamagedError as error:
-        folder.log("damage", step=step, cause=str(error))
+        changed = _manifest.changed_files(manifest, path)
+        text = "; ".join([str(error), *changed])
+        folder.log("damage", step=step, cause=text)
         # A folder that cannot be written can still be read from.
         with contextlib.suppress(OSError):
-            folder.tag(step, "suspect", str(error), "stabil")
-        raise
+            folder.tag(step, "suspect", text, "stabil")
+        raise DamagedError(text) from error
     return Restored(state, step, manifest["extra"])
 
 

@@ -89,6 +89,7 @@ class Job:
             "time": _files.utc_now(),
             "versions": _manifest.versions(),
             "extra": self._extra,
+            "files": _manifest.files(path),
             "leaves": _manifest.describe(self._leaves, self._python, digests),
         }
         _files.write_sealed(path / MANIFEST, manifest)

@@ -9,8 +9,11 @@ the same: a `Checkpointer` or a `CheckpointManager` opened on the folder sees th
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import pathlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -59,16 +62,29 @@ def load(path: pathlib.Path, abstract: Any) -> Any:
       DamagedError: Orbax could not read it; names the innermost cause, because the
         outermost prints the whole tree.
     """
-    try:
-        return ocp.load_checkpointables(str(path), {STATE: abstract})[STATE]
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        text = str(cause).strip().split("\n")[0][:300]
-        raise DamagedError(
-            f"{path} cannot be read: {type(cause).__name__}: {text}"
-        ) from error
+    with _no_abandoned_coroutines():
+        try:
+            return ocp.load_checkpointables(str(path), {STATE: abstract})[STATE]
+        except Exception as error:
+            problem = _innermost(error)
+        gc.collect()
+    raise DamagedError(f"{path} cannot be read: {problem}")
+
+
+@contextlib.contextmanager
+def _no_abandoned_coroutines() -> Iterator[None]:
+    # A read that fails leaves coroutines behind, and Python warns of each.
+    with warnings.catch_warnings():
+        text = "coroutine .* was never awaited"
+        warnings.filterwarnings("ignore", text, RuntimeWarning)
+        yield
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().split("\n")[0][:300]
+    return f"{type(error).__name__}: {text}"
 
 
 def load_plain(path: pathlib.Path) -> Any:
@@ -84,12 +100,15 @@ def load_plain(path: pathlib.Path) -> Any:
             return leaf
         return np.broadcast_to(np.zeros([], dtype), shape)
 
-    try:
-        metadata = ocp.checkpointables_metadata(str(path)).metadata[STATE]
-    except Exception as error:
-        raise DamagedError(f"{path} has no readable metadata: {error}") from error
+    problem, metadata = "no metadata", None
+    with _no_abandoned_coroutines():
+        try:
+            metadata = ocp.checkpointables_metadata(str(path)).metadata[STATE]
+        except Exception as error:
+            problem = _innermost(error)
+        gc.collect()
     if metadata is None:
-        raise DamagedError(f"{path} has no readable metadata")
+        raise DamagedError(f"{path} cannot be read: {problem}")
     return load(path, jax.tree.map(abstract, metadata))
 
 

@@ -561,6 +561,7 @@ def flip(path, at=0.5):
     raw = bytearray(path.read_bytes())
     raw[int(len(raw) * at)] ^= 16
     path.write_bytes(bytes(raw))
+    return path
 
 
 def largest(folder):
@@ -583,24 +584,25 @@ def test_a_flipped_bit_is_found_and_an_older_step_is_taken(tmp_path, compress):
         keeper.save(step, random_state(step), force=True)
         keeper.wait()
         keeper.mark(step, "healthy")
-    flip(largest(tmp_path / "2"))
+    data = flip(largest(tmp_path / "2"))
     restored = keeper.restore(jax.eval_shape(random_state, 0))
     assert_same(restored.state, random_state(1))
-    found = f"{tmp_path / '2'} holds other bytes than were saved: w"
+    found = (
+        f"{tmp_path / '2'} holds other bytes than were saved: w; "
+        f"{data.relative_to(tmp_path / '2')} has other bytes"
+    )
     assert restored.notes == (f"step 2 was passed over: {found}",)
     assert keeper.steps() == {1: "healthy", 2: "suspect"}
     log = [json.loads(x) for x in (tmp_path / "keeper.jsonl").read_text().splitlines()]
     assert {"event": "damage", "step": 2, "cause": found}.items() <= log[-2].items()
     with pytest.raises(DamagedError, match=whole(found)):
         keeper.restore(random_state(0), step=2)
-    flip(largest(tmp_path / "1"))
+    data = flip(largest(tmp_path / "1")).relative_to(tmp_path / "1")
     text = (
         f"needed a healthy step in {tmp_path} that can be read, got none: step 1 was "
-        f"passed over: {tmp_path / '1'} holds other bytes than were saved: w. Name "
-        "another "
-        "step with keeper.restore(abstract_state, step=...), or start from scratch in "
-        "a "
-        "new folder"
+        f"passed over: {tmp_path / '1'} holds other bytes than were saved: w; {data} "
+        "has other bytes. Name another step with keeper.restore(abstract_state, "
+        "step=...), or start from scratch in a new folder"
     )
     with pytest.raises(DamagedError, match=whole(text)):
         Keeper(tmp_path).restore(random_state(0))

@@ -73,8 +73,12 @@ def test_verifies_without_the_model(tmp_path):
     bad = {v.step: v for v in checkpoints.verify(tmp_path)}
     assert [bad[s].ok for s in (10, 20, 30)] == [True, False, False]
     assert bad[20].tag == bad[30].tag == "suspect"
-    assert bad[20].problem.startswith(
-        f"{tmp_path / '20'} holds other bytes than were saved: "
+    assert bad[20].problem == (
+        f"{tmp_path / '20'} has changed: {data.relative_to(tmp_path / '20')} has other "
+        "bytes"
+    )
+    assert bad[30].problem == (
+        f"{tmp_path / '30'} has changed: state/_METADATA is gone"
     )
     (only,) = checkpoints.verify(tmp_path, 10)
     assert only.step == 10

@@ -1,0 +1,114 @@
+"""Runs killed with `kill -9`: none restarts on a bad step, none loses a healthy one."""
+
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from stabil.checkpoints import Keeper, _points, verify
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from kill_worker import make_state  # noqa: E402
+
+TARGET = jax.eval_shape(lambda: make_state(0))
+
+
+def start(folder, diary, seed, *point):
+    command = [
+        sys.executable,
+        str(HERE / "kill_worker.py"),
+        folder,
+        diary,
+        seed,
+        *point,
+    ]
+    return subprocess.Popen(
+        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def newest_known_healthy(diary):
+    """What the diary proves; a rollback gives up what lies after its event."""
+    healthy = set()
+    for line in diary.read_text().splitlines():
+        word, number = line.split()
+        if word == "healthy":
+            healthy.add(int(number))
+        elif word == "back":
+            healthy = {s for s in healthy if s < int(number)}
+    return max(healthy, default=None)
+
+
+def check(folder, diary):
+    """Opens the folder as a restart would, and looks at everything that is there."""
+    keeper = Keeper(folder)
+    tags = keeper.steps()
+    known = newest_known_healthy(diary)
+    newest = keeper.newest_healthy()
+    if known is not None:
+        assert newest is not None and newest >= known
+    if newest is not None:
+        restored = keeper.restore(TARGET)
+        assert restored.step == newest and restored.notes == ()
+        expected = make_state(newest)
+        for name, x in expected.items():
+            np.testing.assert_array_equal(restored.state[name], x)
+    assert all(v.ok for v in verify(folder))
+    assert not (folder / "_rollback.json").exists()
+    return tags
+
+
+def test_a_kill_at_each_named_point(tmp_path):
+    """One folder lives through every point, the later turns with more history."""
+    folder, diary = tmp_path / "run", tmp_path / "diary"
+    diary.touch()
+    points = ["save_begun", "manifest_written", "batch_made", "step_in_trash"]
+    for seed, point in enumerate(points):
+        process = start(folder, diary, seed, point, 3)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, output.decode()[-2000:]
+        check(folder, diary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point", _points.SAVE + _points.ROLLBACK + _points.FILE + _points.DELETE
+)
+def test_a_kill_at_every_named_point_at_any_turn(tmp_path, point):
+    for times in (1, 2, 5, 11):
+        folder, diary = tmp_path / f"run{times}", tmp_path / f"diary{times}"
+        diary.touch()
+        process = start(folder, diary, times, point, times)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, output.decode()[-2000:]
+        check(folder, diary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_kills_at_random_moments(tmp_path, seed):
+    """Ten lives a folder, each ended at a moment that no rule chose."""
+    chance = random.Random(seed)
+    folder, diary = tmp_path / "run", tmp_path / "diary"
+    diary.touch()
+    for life in range(10):
+        before = diary.read_text().count("begun")
+        process = start(folder, diary, 100 * seed + life)
+        deadline = time.monotonic() + 60
+        while diary.read_text().count("begun") == before:
+            assert process.poll() is None, process.stdout.read().decode()[-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, 1.0))
+        assert process.poll() is None, process.stdout.read().decode()[-2000:]
+        process.kill()
+        process.communicate()
+        check(folder, diary)
