@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 HERE = pathlib.Path(__file__).parent.parent / "vectors"
 FOLDER = pathlib.Path(os.environ.get("STABIL_VECTORS", HERE))
@@ -46,14 +47,19 @@ def precision(dtype: str) -> Iterator[None]:
         yield
 
 
-def stack_gradients(doc: Document) -> dict[str, jax.Array]:
+def stack_gradients(doc: Document, *, whole: bool = False) -> dict[str, jax.Array]:
     """The gradients that a document names, one row per recorded step.
 
     Call it inside `precision`: a float64 file is cut to 32 bit outside.
+
+    Args:
+      doc: a document with the fields `inputs` and `steps`.
+      whole: give the steps from 0 on, also those before the first recorded one.
     """
     inputs = load(doc["inputs"])
     variant = (inputs.get("variants") or {}).get(doc.get("input_variant", "clean"))
     steps = [row["t"] for row in doc["steps"]]
+    steps = list(range(steps[-1] + 1)) if whole else steps
     dtype = jnp.dtype(doc.get("dtype", "float64"))
     grads = {}
     for name in (k for k in ("w", "b") if k in inputs):
@@ -62,6 +68,33 @@ def stack_gradients(doc: Document) -> dict[str, jax.Array]:
             rows[(variant["t"], *variant["index"])] = variant["value"]
         grads[name] = jnp.asarray(rows[steps], dtype)
     return grads
+
+
+def replay(tx: Any, grads: Any, params: Any = None, **columns: Any) -> Any:
+    """Runs a transformation over stacked gradients in one scan.
+
+    Args:
+      tx: the transformation.
+      grads: a tree whose leaves have a leading axis of steps.
+      params: what to start from and to apply the updates to; None for none.
+      columns: keywords of `update`, one entry a step.
+    Returns:
+      Updates, states and parameters of every step, stacked.
+    """
+    first = jax.tree.map(lambda g: jnp.zeros_like(g[0]), grads)
+    state = tx.init(first if params is None else params)
+
+    def step(carry: Any, inputs: Any) -> Any:
+        state, params = carry
+        g, keywords = inputs
+        # Optax's own optimizers are not clean under strict promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(g, state, params, **keywords)
+            new = None if params is None else optax.apply_updates(params, updates)
+        return (state, new), (updates, state, new)
+
+    run = jax.jit(lambda c, x: jax.lax.scan(step, c, x)[1])
+    return run((state, params), (grads, columns))
 
 
 def column(doc: Document, key: str) -> np.ndarray:
@@ -76,12 +109,10 @@ def check(actual: Any, expected: Any, tolerance: float, what: str) -> None:
 
     Close means within `tolerance` times the larger of 1 and the expected size.
     """
-    a = np.asarray(
-        jnp.asarray(actual).astype(
-            jnp.promote_types(jnp.asarray(actual).dtype, jnp.float32)
-        ),
-        np.float64,
-    )
+    actual = jnp.asarray(actual)
+    if actual.dtype in (jnp.bfloat16, jnp.float16):
+        actual = actual.astype(jnp.float32)
+    a = np.asarray(actual, np.float64)
     e = np.asarray(expected, np.float64)
     assert a.shape == e.shape, f"{what}: shape {a.shape}, recorded {e.shape}"
     same = np.where(np.isfinite(e), False, (a == e) | (np.isnan(a) & np.isnan(e)))
