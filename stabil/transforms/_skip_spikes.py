@@ -185,9 +185,7 @@ def skip_spikes(
             updates, state.inner_state, params, **extra_args
         )
         if rule in ("olmo", "levanter"):
-            # Behind a barrier, or XLA turns the product into a select, which is right
-            # and not what the published codes do to a NaN.
-            factor = jax.lax.optimization_barrier(jnp.where(skipped, 0.0, 1.0))
+            factor = jnp.where(skipped, 0.0, 1.0)
             new = _scaling.multiply(new, factor)
         else:
             new = _tree.zeros_unless(~skipped, new)

@@ -63,6 +63,14 @@ def _scalars(doc: Document, dtype: str) -> dict[str, jax.Array]:
     return {k: jnp.asarray(column(doc, k), dtype) for k in names}
 
 
+def _gradients(doc: Document) -> np.ndarray:
+    """The recorded gradients, with the NaN that a note says was put in."""
+    grads = np.array(doc["grads"], np.float64)
+    for t, i in re.findall(r"grads\[(\d+)\]\[(\d+)\]", doc.get("note", "")):
+        grads[int(t), int(i)] = np.nan
+    return grads
+
+
 def run_maxtext(doc: Document) -> None:
     p = doc["parameters"]
     tx = skip_spikes(
@@ -71,7 +79,7 @@ def run_maxtext(doc: Document) -> None:
         deviations=p["scaling_factor"],
         rule="maxtext",
     )
-    grads = jnp.asarray(np.array(doc["grads"]), jnp.float32)
+    grads = jnp.asarray(_gradients(doc), jnp.float32)
     start = jnp.asarray(np.array(doc["param0"]), jnp.float32)
     _, state, params = replay(tx, grads, start, **_scalars(doc, "float32"))
     check(state.record.skipped, column(doc, "skipped"), 0.0, "skipped")
@@ -114,7 +122,7 @@ def run_olmo(doc: Document) -> None:
         rule="olmo",
     )
     with precision("float64"):
-        grads = jnp.asarray(np.array(doc["grads"]))
+        grads = jnp.asarray(_gradients(doc))
         start = jnp.asarray(np.array(doc["param0"]))
         _, state, params = replay(tx, grads, start, **_scalars(doc, "float64"))
         check(state.record.skipped, 1 - column(doc, "step_factor"), 0.0, "skipped")
