@@ -54,12 +54,27 @@ class Episode:
             self.close()
 
 
+# Further blocked steps that a state which no step has changed is given.
+_PATIENCE = 20
+
+
 class Streaks:
-    """Blocked steps in a row, counted for each rung's own causes."""
+    """Blocked steps in a row, counted for each rung's own causes.
+
+    A state that was just restored, or that a run just began with, has not been changed
+    as long as every step was blocked. What blocks is then the data and not the state:
+    going back gains nothing, so a rollback waits `_PATIENCE` steps longer. It comes in
+    the end, since the checkpoint may be bad after all.
+    """
 
     def __init__(self, rungs: tuple[Rung, ...]):
         self._sets = {r.causes: frozenset(r.causes) for r in rungs}
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins with a state that no step has changed yet."""
         self.clear()
+        self._is_unchanged = True
 
     def clear(self) -> None:
         self._lengths = dict.fromkeys(self._sets, 0)
@@ -69,6 +84,7 @@ class Streaks:
         blocked = seen.severity >= BLOCK
         if not blocked:
             self.clear()
+            self._is_unchanged = False
             return
         if self.blocked_since is None:
             self.blocked_since = seen.step
@@ -80,7 +96,8 @@ class Streaks:
         return self._lengths[rung.causes]
 
     def is_due(self, rung: Rung, seen: Observation) -> bool:
-        if 0 < rung.blocked_steps <= self.length(rung):
+        waits = self._is_unchanged and rung.kind == "rollback"
+        if 0 < rung.blocked_steps <= self.length(rung) - waits * _PATIENCE:
             return True
         counts = not rung.causes or not set(rung.causes).isdisjoint(seen.causes)
         return 0 < rung.severity <= seen.severity and counts

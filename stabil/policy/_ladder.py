@@ -49,6 +49,8 @@ class Ladder:
 
     Examples:
       >>> ladder = Ladder()
+      >>> ladder.decide(Observation(6, loss=2.0))
+      ()
       >>> bad = Observation(7, severity=3, causes=("nonfinite_loss",), first="loss")
       >>> for step in (7, 8, 9):
       ...     actions = ladder.decide(bad._replace(step=step))
@@ -154,7 +156,7 @@ class Ladder:
             )
         )
         self._episode.close()
-        self._streaks.clear()
+        self._streaks.restart()
 
     def expect_change(self) -> None:
         """Announces a change of data, batch size or schedule: re-learns the level."""

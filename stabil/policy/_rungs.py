@@ -12,13 +12,13 @@ DAMAGE = (
     "nonfinite_gradient",
     "nonfinite_activation",
     "nonfinite_parameter",
-    "nonfinite_update",
     "norm_overflow",
     "activation_limit",
     "activation_shift",
 )
 INTERVENTIONS = ("look", "reset", "cut", "rollback", "stop")
-MOMENTS = ("update_spike", "moment_spike")
+# A restart of the moments may cure these; it takes effect two steps later.
+MOMENTS = ("update_spike", "moment_spike", "nonfinite_moment")
 
 
 class Rung(NamedTuple):

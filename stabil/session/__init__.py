@@ -6,6 +6,7 @@ from stabil.session._exit import run_main as run_main
 from stabil.session._session import Session as Session
 from stabil.session._stop import TrainingStopped as TrainingStopped
 from stabil.session._supervisor import Supervisor as Supervisor
+from stabil.session._train_state import apply_gradients as apply_gradients
 
 __all__ = [
     "ExitCode",
@@ -13,5 +14,6 @@ __all__ = [
     "Session",
     "Supervisor",
     "TrainingStopped",
+    "apply_gradients",
     "run_main",
 ]

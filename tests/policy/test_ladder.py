@@ -76,15 +76,22 @@ def test_clip_and_device_reset_are_recorded_and_nothing_more():
 
 def test_third_damaged_step_in_a_row_rolls_back_to_before_the_first():
     stream = [Observation(i, **NAN_GRADIENT) for i in (7, 8, 9)]
-    actions = run(Ladder(), stream)
+    actions = run(Ladder(), [Observation(6, loss=2.0), *stream])
     assert [k for k in kinds(actions) if k[1] == "rollback"] == [(9, "rollback")]
     step, action = actions[-1]
     assert action.numbers["event_step"] == 7 and action.numbers["before"] == 8
     assert action.reason == "3 blocked steps in a row (nonfinite_gradient in grads/w)"
 
 
+def test_a_restored_state_is_not_blamed_for_the_data_that_follow():
+    ladder = Ladder()
+    relapse(ladder, 100, 1)
+    stream = [Observation(90 + i, **NAN_GRADIENT) for i in range(23)]
+    assert [s for s, k in kinds(run(ladder, stream)) if k == "rollback"] == [112]
+
+
 def test_good_step_between_damaged_ones_ends_the_streak():
-    bad = [Observation(i, **NAN_GRADIENT) for i in range(9)]
+    bad = [Observation(i, **NAN_GRADIENT) for i in range(40)]
     stream = [o if o.step % 3 else Observation(o.step, loss=1.0) for o in bad]
     assert "rollback" not in {k for _, k in kinds(run(Ladder(), stream))}
 
@@ -171,6 +178,7 @@ def relapse(ladder, at, times):
     """Fails at one place again and again, and reports each rollback as done."""
     found = []
     for n in range(times):
+        ladder.decide(Observation(at - 1, loss=2.0))
         for i in range(3):
             seen = Observation(at + i, data_index=1000 * n + i, **NAN_GRADIENT)
             action = ladder.decide(seen)[-1]
@@ -245,9 +253,9 @@ def test_observe_reports_everything_and_does_nothing():
 
 def test_report_only_rollback_is_written_once_in_fifty_steps():
     rungs = (Rung("rollback", blocked_steps=3, report_only=True, budget=99),)
-    stream = [Observation(i, **NAN_GRADIENT) for i in range(103)]
-    actions = run(Ladder(rungs), stream)
-    assert [s for s, a in actions if a.kind == "rollback"] == [2, 52, 102]
+    stream = [Observation(i, **NAN_GRADIENT) for i in range(1, 104)]
+    actions = run(Ladder(rungs), [Observation(0, loss=2.0), *stream])
+    assert [s for s, a in actions if a.kind == "rollback"] == [3, 53, 103]
 
 
 def test_presets_differ_in_what_they_dare(rng):

@@ -183,7 +183,7 @@ def test_relapse_goes_further_back_skips_more_and_ends_with_advice(tmp_path, kee
     lengths = [b - a for a, b in (e.numbers["skipped"] for e in events[:3])]
     assert lengths == sorted(lengths) and lengths[-1] >= 200
     assert re.match(
-        r"^training stopped: 3 rollbacks near step \d+ did not help: 3 blocked steps "
+        r"^training stopped: 3 rollbacks near step \d+ did not help: \d+ blocked steps "
         r"in a row\n- ",
         str(caught.value),
     )
