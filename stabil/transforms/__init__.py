@@ -42,6 +42,8 @@ from stabil.transforms._find_moments import Moments as Moments
 from stabil.transforms._find_moments import find_moments as find_moments
 from stabil.transforms._guard import GuardState as GuardState
 from stabil.transforms._guard import guard as guard
+from stabil.transforms._lost_updates import LostUpdatesState as LostUpdatesState
+from stabil.transforms._lost_updates import lost_updates as lost_updates
 from stabil.transforms._moments import restart_moments as restart_moments
 from stabil.transforms._msign import MSignState as MSignState
 from stabil.transforms._msign import msign as msign
@@ -91,6 +93,7 @@ __all__ = [
     "ClippyState",
     "Finding",
     "GuardState",
+    "LostUpdatesState",
     "MSignState",
     "MicroBatchRecord",
     "MomentArray",
@@ -122,6 +125,7 @@ __all__ = [
     "gradient_stabilizer",
     "guard",
     "leaf_name",
+    "lost_updates",
     "msign",
     "reset_moments",
     "restart_moments",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil.transforms import _check, _leafwise, _norms
+from stabil.transforms import _check, _leafwise, _leaves
 from stabil.transforms._adaptive_norm import (
     adaclip,
     int_zeros,
@@ -33,7 +33,7 @@ class ScaleByAdaclipState(NamedTuple):
 def scale_by_adaclip(
     *,
     decay: float = 0.999,
-    stacked: _norms.Paths = (),
+    stacked: _leaves.Paths = (),
     parity: Literal["", "official"] = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Stable-SPAM's AdaClip: bounds entries by the tensor's usual largest entry.

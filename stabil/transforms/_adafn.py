@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil.transforms import _check, _leafwise, _norms
+from stabil.transforms import _check, _leafwise, _leaves
 from stabil.transforms._adaptive_norm import (
     adafn,
     int_zeros,
@@ -37,7 +37,7 @@ def scale_by_adafn(
     gamma1: float = 0.7,
     gamma2: float = 0.9,
     eps: float = 1e-8,
-    stacked: _norms.Paths = (),
+    stacked: _leaves.Paths = (),
     parity: Literal["", "official"] = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Stable-SPAM's AdaFN (AdaGN in the paper): gives every tensor a steady norm.
@@ -88,11 +88,10 @@ def scale_by_adafn(
     _leafwise.check_choice(name, "parity", parity, ("", "official"))
 
     def init(params: Any) -> ScaleByAdafnState:
-        zeros = per_tensor(params, stacked)
         return ScaleByAdafnState(
-            zeros,
-            zeros,
-            per_tensor(params, stacked, int_zeros),
+            norm_mean=per_tensor(params, stacked),
+            norm_square_mean=per_tensor(params, stacked),
+            samples=per_tensor(params, stacked, int_zeros),
         )
 
     def one(g: jax.Array, a: jax.Array, b: jax.Array, samples: jax.Array) -> tuple:
@@ -113,7 +112,7 @@ def gradient_stabilizer(
     gamma1: float = 0.7,
     gamma2: float = 0.9,
     eps: float = 1e-8,
-    stacked: _norms.Paths = (),
+    stacked: _leaves.Paths = (),
 ) -> optax.GradientTransformationExtraArgs:
     """GradientStabilizer: AdaFN alone, as a link before any optimizer.
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-from stabil.transforms import _leafwise, _norms
+from stabil.transforms import _leafwise, _leaves
 from stabil.transforms._leafwise import abs_square, debias, real
 
 
-def per_tensor(params: Any, stacked: _norms.Paths, make: Any = jnp.zeros) -> Any:
+def per_tensor(params: Any, stacked: _leaves.Paths, make: Any = jnp.zeros) -> Any:
     """A tree of one scalar per tensor, or one per layer of a stacked tensor."""
     flags = iter(layered(params, stacked))
     return _leafwise.like(
@@ -22,10 +22,10 @@ def per_tensor(params: Any, stacked: _norms.Paths, make: Any = jnp.zeros) -> Any
     )
 
 
-def layered(params: Any, stacked: _norms.Paths) -> tuple[bool, ...]:
+def layered(params: Any, stacked: _leaves.Paths) -> tuple[bool, ...]:
     """Which measured leaves have layers on their first axis."""
-    leaves = zip(_tree.measured_names(params), _norms.measured(params), strict=True)
-    return tuple(_norms.matches(stacked, n) and x.ndim > 0 for n, x in leaves)
+    leaves = zip(_tree.measured_names(params), _leaves.measured(params), strict=True)
+    return tuple(_leaves.matches(stacked, n) and x.ndim > 0 for n, x in leaves)
 
 
 def outer(statistic: jax.Array, x: jax.Array) -> jax.Array:

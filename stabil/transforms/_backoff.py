@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-from stabil.transforms import _check, _leafwise, _norms
+from stabil.transforms import _check, _leafwise, _leaves
 from stabil.transforms._on_verdict import asks, check_wrapper
 from stabil.vocabulary import Cause, Controls, Severity, Verdict
 
@@ -114,16 +114,16 @@ def backoff(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> BackoffState:
-        zero, one = jnp.zeros([], jnp.int32), jnp.ones([], jnp.float32)
+        # Every field has its own buffer, so that the state can be donated.
         return BackoffState(
             inner_state=inner.init(params),
-            age=zero + jnp.iinfo(jnp.int32).max,
-            depth=one,
-            scale=one,
-            cuts=zero,
-            loss=one * 0,
-            losses=zero,
-            loss_at_cut=one * 0,
+            age=jnp.full([], jnp.iinfo(jnp.int32).max, jnp.int32),
+            depth=jnp.ones([], jnp.float32),
+            scale=jnp.ones([], jnp.float32),
+            cuts=jnp.zeros([], jnp.int32),
+            loss=jnp.zeros([], jnp.float32),
+            losses=jnp.zeros([], jnp.int32),
+            loss_at_cut=jnp.zeros([], jnp.float32),
         )
 
     def come_back(depth: jax.Array, age: jax.Array) -> jax.Array:
@@ -159,7 +159,7 @@ def backoff(
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **passed
         )
-        leaves = _norms.measured(updates)
+        leaves = _leaves.measured(updates)
         ok = _leafwise.all_finite(leaves)
         new = [_leafwise.scaled(total, u) for u in leaves]
         new = [jnp.where(ok, u, jnp.zeros_like(u)) for u in new]

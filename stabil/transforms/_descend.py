@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from stabil.transforms import _leafwise
-from stabil.transforms._norms import measured, partners
+from stabil.transforms._leaves import measured, partners
 
 
 class DescendState(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-from stabil.transforms._norms import measured
+from stabil.transforms._leaves import measured
 
 
 def rebuild(tree: Any, new: list[jax.Array | None]) -> Any:

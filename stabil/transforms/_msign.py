@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-from stabil.transforms import _check, _leafwise, _norms
+from stabil.transforms import _check, _leafwise, _leaves
 from stabil.transforms._polar import restored, stable_rank
 
 # How much of the running stable rank a check keeps.
@@ -34,7 +34,7 @@ class MSignState(NamedTuple):
 def msign(
     *,
     every_steps: int = 100,
-    where: _norms.Paths = ("*kernel", "*weight", "*/w", "w"),
+    where: _leaves.Paths = ("*kernel", "*weight", "*/w", "w"),
     below: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Every P steps, `W <- ||W||_F / ||U V^T||_F U V^T` for each chosen weight.
@@ -149,11 +149,11 @@ def msign(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def chosen(params: Any, where: _norms.Paths) -> tuple[bool, ...]:
+def chosen(params: Any, where: _leaves.Paths) -> tuple[bool, ...]:
     """Which measured leaves are matrices that `where` names."""
-    leaves = zip(_tree.measured_names(params), _norms.measured(params), strict=True)
+    leaves = zip(_tree.measured_names(params), _leaves.measured(params), strict=True)
     return tuple(
-        _norms.matches(where, path) and x.ndim > 1 and x.size > 0 for path, x in leaves
+        _leaves.matches(where, path) and x.ndim > 1 and x.size > 0 for path, x in leaves
     )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-from stabil.transforms import _check, _leafwise, _norms
+from stabil.transforms import _check, _leafwise, _leaves
 from stabil.transforms._find_moments import Moments, find_moments
 from stabil.transforms._moments import restart_arrays
 from stabil.transforms._on_verdict import asks, check_wrapper
@@ -48,7 +48,7 @@ def reset_moments(
     on: Severity | Cause | None = Cause.UPDATE_SPIKE | Cause.MOMENT_SPIKE,
     keep: float = 0.0,
     warmup_steps: int = 150,
-    where: _norms.Paths = "*",
+    where: _leaves.Paths = "*",
     names: Mapping[str, str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Restarts the moments of `inner`: on request, on a verdict, or every N steps.
@@ -123,12 +123,12 @@ def reset_moments(
                 'names={"field": "first"}, or "second", or "kept"',
                 stacklevel=2,
             )
-        leaves = jnp.zeros([len(_norms.measured(params))], jnp.int32)
+        leaves = len(_leaves.measured(params))
         return ResetMomentsState(
             inner_state=inner_state,
             steps=jnp.zeros([], jnp.int32),
-            age=leaves - 1,
-            resets=leaves,
+            age=jnp.full([leaves], -1, jnp.int32),
+            resets=jnp.zeros([leaves], jnp.int32),
             log_level=jnp.full([len(found.second)], -jnp.inf, jnp.float32),
         )
 
@@ -156,7 +156,7 @@ def reset_moments(
         )
         resting = (state.resets == 0) | (state.age >= warmup_steps - 1)
         flags |= resting & asks(verdict, state.inner_state, on)
-        flags &= jnp.asarray([_norms.matches(where, path) for path in paths], bool)
+        flags &= jnp.asarray([_leaves.matches(where, path) for path in paths], bool)
         before = restart_arrays(
             state.inner_state, found, flags, jnp.exp(state.log_level), keep
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-from stabil.transforms import _check, _leafwise, _masks, _norms
+from stabil.transforms import _check, _leafwise, _leaves, _masks
 from stabil.transforms._descend import descend
 from stabil.transforms._spam_step import Clock, Rates, step
 
@@ -142,12 +142,11 @@ def scale_by_spam(
         def full(p: jax.Array) -> jax.Array:
             return jnp.ones(p.shape if density < 1 and p.ndim > 1 else (), bool)
 
-        leaves = len(_norms.measured(params))
-        zero = jnp.zeros([leaves], jnp.int32)
+        leaves = len(_leaves.measured(params))
         return ScaleBySpamState(
             steps=jnp.zeros([], jnp.int32),
-            age=zero - 1,
-            resets=zero,
+            age=jnp.full([leaves], -1, jnp.int32),
+            resets=jnp.zeros([leaves], jnp.int32),
             mu=_leafwise.like(params, zeros),
             nu=_leafwise.like(params, lambda p: zeros(p).real),
             mask=_masks.draw(_leafwise.like(params, full), density, seed, 0),
@@ -191,7 +190,7 @@ def scale_by_spam(
         steps = optax.safe_increment(state.steps)
         due = steps % period == 0
         flags = _leafwise.reset_flags(len(names), controls, reset_leaves, due)
-        clock = read_clock(state, steps, flags, _norms.statistics_dtype(updates))
+        clock = read_clock(state, steps, flags, _leaves.statistics_dtype(updates))
         arrays = map(jax.tree.leaves, (state.mu, state.nu, state.mask))
         rows = [
             step(*leaf, Clock(*(x[i] for x in clock)), rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from stabil.transforms import (
     _adaptive_norm,
     _check,
     _leafwise,
-    _norms,
+    _leaves,
 )
 from stabil.transforms._descend import descend
 from stabil.transforms._stable_spam_step import (
@@ -64,7 +65,7 @@ def scale_by_stable_spam(
     warmup_steps: int = 20,
     total_steps: int | None = None,
     eta_min: float = 0.5,
-    stacked: _norms.Paths = (),
+    stacked: _leaves.Paths = (),
     parity: Parity = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction of the gradient after AdaClip and AdaFN, with momentum reset.
@@ -145,18 +146,18 @@ def scale_by_stable_spam(
         def zeros(p: jax.Array) -> jax.Array:
             return jnp.zeros_like(p, p.dtype if parity else _leafwise.wide(p))
 
-        leaves = jnp.zeros([len(_norms.measured(params))], jnp.int32)
-        scalars = _adaptive_norm.per_tensor(params, stacked)
+        leaves = len(_leaves.measured(params))
+        scalars = functools.partial(_adaptive_norm.per_tensor, params, stacked)
         return ScaleByStableSpamState(
             steps=jnp.zeros([], jnp.int32),
-            age=leaves - 1,
-            resets=leaves,
+            age=jnp.full([leaves], -1, jnp.int32),
+            resets=jnp.zeros([leaves], jnp.int32),
             mu=_leafwise.like(params, zeros),
             nu=_leafwise.like(params, lambda p: zeros(p).real),
-            spike_max=scalars,
-            norm_mean=scalars,
-            norm_square_mean=scalars,
-            samples=jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int32), scalars),
+            spike_max=scalars(),
+            norm_mean=scalars(),
+            norm_square_mean=scalars(),
+            samples=scalars(_adaptive_norm.int_zeros),
         )
 
     def update(
@@ -175,7 +176,7 @@ def scale_by_stable_spam(
         flags = _leafwise.reset_flags(len(grads), controls, reset_leaves, due)
         age = jnp.where(flags, 0, optax.safe_increment(state.age))
         resets = state.resets + flags.astype(jnp.int32)
-        dtype = _norms.statistics_dtype(updates)
+        dtype = _leaves.statistics_dtype(updates)
         scale = _leafwise.warmup_scale(age, 0 if parity else warmup_steps, dtype)
         scale = jnp.where(resets > 0, scale, jnp.ones([], dtype))
         clock = Clock(flags, state.age, age, scale)
