@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import stabil
 from stabil.testing import inject
 
 
@@ -166,3 +167,18 @@ def test_an_error_in_the_model_is_not_replaced():
     with pytest.raises(ZeroDivisionError, match="^division by zero$"):
         with inject.activations((fault(),), 3):
             _ = 1 / 0
+
+
+def test_a_probe_reads_the_struck_value_at_the_struck_module():
+    probed = stabil.probe(Model())
+
+    @jax.jit
+    def run(step):
+        with inject.activations((fault(),), step):
+            return probed.apply(PARAMS, X)[1]
+
+    readings = run(3)
+    rows = list(np.asarray(readings["nan_count"]))
+    first = next(n for n, bad in zip(readings.names, rows, strict=True) if bad)
+    assert first == "block_1"
+    assert not np.asarray(run(2)["nan_count"]).any()

@@ -1,0 +1,116 @@
+"""The picture of `stabil demo`: three loss curves, gradient norms, what happened."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from stabil.cli._demo_train import Run
+
+_COLOURS = {"clean": "#444444", "unprotected": "#d1495b", "protected": "#1f77b4"}
+_MARKS = {"skip": "v", "reset": "s", "rollback": "<"}
+_MARK_COLOURS = {"skip": "#e08e0b", "reset": "#2e8b57", "rollback": "#7b3fa0"}
+
+
+def draw(
+    path: pathlib.Path,
+    runs: Sequence[Run],
+    faults: Sequence[dict[str, Any]],
+    events: Sequence[tuple[int, str]],
+) -> None:
+    """Draws the runs into a PNG file.
+
+    Args:
+      path: the file to write.
+      runs: clean, unprotected, protected.
+      faults: rows of the report, with `title` and `step`.
+      events: step and kind (`skip`, `reset`, `rollback`) of each intervention in the
+        protected run.
+
+    Raises:
+      ImportError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "needed matplotlib to draw the picture, got none; write pip install "
+            "'stabil[run]', or stabil demo --no-picture"
+        ) from error
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for run in runs:
+        style = {"color": _COLOURS[run.name], "label": run.name, "lw": 1.1}
+        losses.plot(run.steps, run.losses, **style)
+        norms.plot(run.steps, run.grad_norms, **style)
+        _mark_end(losses, run)
+    _mark_faults(losses, norms, faults)
+    _mark_events(losses, runs[-1], events)
+    top = max(x for x in runs[0].losses if math.isfinite(x))
+    low = min(x for x in runs[0].losses if math.isfinite(x))
+    losses.set_ylim(low * 0.9, top * 1.6)
+    losses.set_yscale("log", base=2)
+    losses.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    losses.set_ylabel("training loss (nats a byte)")
+    losses.legend(loc="upper right", ncols=2, framealpha=0.9)
+    norms.set_yscale("log")
+    norms.set_ylabel("gradient norm")
+    norms.set_xlabel("step")
+    figure.suptitle("One model, one seed, five planted faults")
+    figure.savefig(path, dpi=120)
+
+
+def _mark_end(axes: Any, run: Run) -> None:
+    """A cross where a curve ends because its loss is no number any more."""
+    ends = [i for i, x in enumerate(run.losses) if not math.isfinite(x)]
+    if ends and not any(map(math.isfinite, run.losses[ends[-1] :])):
+        last = max((i for i, x in enumerate(run.losses) if math.isfinite(x)), default=0)
+        axes.plot(
+            run.steps[last],
+            run.losses[last],
+            "X",
+            ms=10,
+            color=_COLOURS[run.name],
+            label=f"{run.name}: no number from step {run.steps[last] + 1}",
+        )
+
+
+def _mark_faults(losses: Any, norms: Any, faults: Sequence[dict[str, Any]]) -> None:
+    for fault in faults:
+        for axes in (losses, norms):
+            axes.axvline(fault["step"], color="#999999", ls=":", lw=1)
+        losses.text(
+            fault["step"],
+            0.02,
+            " " + fault["title"],
+            transform=losses.get_xaxis_transform(),
+            rotation=90,
+            ha="right",
+            va="bottom",
+            fontsize=9,
+            color="#555555",
+        )
+
+
+def _mark_events(axes: Any, run: Run, events: Sequence[tuple[int, str]]) -> None:
+    at = dict(zip(run.steps, run.losses, strict=True))
+    for kind, mark in _MARKS.items():
+        steps = [
+            s for s, k in events if k == kind and math.isfinite(at.get(s, math.nan))
+        ]
+        if steps:
+            axes.plot(
+                steps,
+                [at[s] for s in steps],
+                mark,
+                ms=7,
+                mec="white",
+                mew=0.8,
+                color=_MARK_COLOURS[kind],
+                label=kind,
+                zorder=5,
+            )
