@@ -16,9 +16,9 @@ DAMAGE = (
     "activation_limit",
     "activation_shift",
 )
-INTERVENTIONS = ("look", "reset", "cut", "rollback", "stop")
 # A restart of the moments may cure these; it takes effect two steps later.
 MOMENTS = ("update_spike", "moment_spike", "nonfinite_moment")
+INTERVENTIONS = ("look", "reset", "cut", "rollback", "stop")
 
 
 class Rung(NamedTuple):

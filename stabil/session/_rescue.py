@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stabil.policy import Action
+from stabil.session._agree import from_first
 from stabil.session._data import Data
 from stabil.session._tags import HealthTags
 from stabil.telemetry import RunFolder
@@ -55,8 +56,8 @@ class Rescue:
         if self.keeper is None:
             return None
         self._template = jax.tree.map(_abstract, state)
-        notes = self._folder.read(_notes_name())
-        newest = self.keeper.newest_healthy()
+        notes = from_first(self._folder.read(_NOTES))
+        newest = from_first(self.keeper.newest_healthy())
         if newest is None:
             self._save(0, state, data, force=True)
             self.keeper.mark(0, "healthy", "the state that the run began with")
@@ -115,6 +116,8 @@ class Rescue:
         target = self.keeper.newest_healthy(before=numbers["before"])
         if target is None:  # a relapse asks for an older one than there may be
             target = self.keeper.newest_healthy(before=numbers["event_step"] + 1)
+        # A tag that is still on its way to the disk may differ between processes.
+        target = from_first(target)
         if target is None:
             raise LookupError(
                 f"no healthy checkpoint from before step {numbers['event_step']}"
@@ -144,21 +147,18 @@ class Rescue:
           leaving: last position of a window whose beginning a rollback is about to
             find out; None when there is no such window.
         """
+        if jax.process_index() > 0:
+            return
         content = {
             "windows": [list(w) for w in data.windows],
             "leaving": leaving,
             "policy": self._policy.get_state(),
         }
-        self._folder.write(_notes_name(), content)
+        self._folder.write(_NOTES, content)
 
     def _save(self, step: int, state: Any, data: Data, force: bool) -> bool:
         extra = {"data": data.get_state(), "policy": self._policy.get_state()}
         return self.keeper.save(step, state, extra={"session": extra}, force=force)
-
-
-def _notes_name() -> str:
-    process = jax.process_index()
-    return f"session-{process:05d}.json" if process else _NOTES
 
 
 def _abstract(leaf: Any) -> Any:

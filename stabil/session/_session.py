@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from stabil.policy import Ladder
+from stabil.session._agree import claim
 from stabil.session._controls import ControlBoard
 from stabil.session._data import Data
 from stabil.session._ending import Ending
@@ -16,7 +17,7 @@ from stabil.session._reporter import Reporter
 from stabil.session._rescue import Return
 from stabil.session._stop import TrainingStopped
 from stabil.session._watch import Watch
-from stabil.telemetry import Event, ProgressLine, RunFolder
+from stabil.telemetry import Event, ProgressLine
 from stabil.vocabulary import Controls, Vitals
 
 
@@ -59,7 +60,7 @@ class Session:
         progress: bool | str = True,
     ):
         own = getattr(checkpoints, "directory", None)
-        self.folder = RunFolder(run_dir, ignore=[own] if own else [])
+        self.folder = claim(run_dir, ignore=[own] if own else [])
         self.policy = Ladder() if policy is None else policy
         line = ProgressLine(total_steps, on=bool(progress), always=progress == "always")
         self._reporter = Reporter(self.folder, sinks, alerts, line)

@@ -18,6 +18,7 @@ class RunFolder:
     Args:
       path: folder; created when missing.
       ignore: folders that may already lie in it, such as a keeper's.
+      run: name of the run when another process has claimed the folder already.
 
     Attributes:
       path: the folder, absolute.
@@ -29,7 +30,11 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, ignore: Iterable[pathlib.Path] = ()
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ignore: Iterable[pathlib.Path] = (),
+        run: str = "",
     ):
         if "://" in str(path):
             raise ValueError(
@@ -44,6 +49,10 @@ class RunFolder:
             )
         marker = self.path / MARKER
         self.is_new = not marker.exists()
+        if run:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.run = run
+            return
         if self.is_new:
             self._refuse_foreign(ignore)
             self.path.mkdir(parents=True, exist_ok=True)

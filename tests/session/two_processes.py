@@ -1,0 +1,66 @@
+"""One of two processes of a run whose second one gets corrupt data."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fake_run import FakeKeeper
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stabil.policy import Ladder
+from stabil.session import Session
+from stabil.telemetry import read_events
+from stabil.vocabulary import Cause, Measures, Severity, Tally, Verdict, Vitals
+
+port, process, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+mesh = Mesh(np.asarray(jax.devices()), "batch")
+split = NamedSharding(mesh, PartitionSpec("batch"))
+
+
+@jax.jit
+def train_step(state, batch):
+    loss = jnp.mean(batch)  # over both processes
+    ok = jnp.isfinite(loss)
+    flags = jnp.where(ok, 0, int(Cause.NONFINITE_LOSS)).astype(jnp.int32)
+    severity = jnp.where(ok, 0, int(Severity.BLOCK)).astype(jnp.int32)
+    verdict = Verdict.clear()._replace(flags=flags, severity=severity)
+    measures = Measures.unmeasured()._replace(loss=loss)
+    vitals = Vitals(verdict, Tally.zero(), measures, None, ())
+    return jnp.where(ok, state + 1, state), vitals
+
+
+def batch_for_step(i):
+    mine = np.full([1], np.nan if process == 1 and 37 <= i < 41 else 1.0, np.float32)
+    return jax.make_array_from_process_local_data(split, mine)
+
+
+def run(name, keeper, total, turns=None):
+    session = Session(
+        # Disks of their own, and nothing on the second one after a restart.
+        folder / f"{name}-{process}" if process else folder / "run",
+        checkpoints=keeper,
+        policy=Ladder(),
+        total_steps=total,
+        progress=False,
+    )
+    ran = []
+    with session:
+        state = jnp.float32(0)
+        for step, batch in session.steps(state, batch_for_step):
+            ran.append([step, session._open[1]])
+            state, vitals = train_step(state, batch)
+            state = session.end_step(state, vitals)
+            if len(ran) == turns:
+                break
+    return ran, float(state)
+
+
+keeper = FakeKeeper(save_every=10)
+first = run("first", keeper, 60, turns=44)
+second = run("second", keeper, 60)
+events = [[e.step, e.action] for e in read_events(folder / "run") if not process]
+print(json.dumps({"first": first, "second": second, "events": events}))
