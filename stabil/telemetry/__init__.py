@@ -12,22 +12,36 @@ from stabil.telemetry._heartbeat import Heartbeat as Heartbeat
 from stabil.telemetry._heartbeat import read_beat as read_beat
 from stabil.telemetry._log import EventLog as EventLog
 from stabil.telemetry._log import read_events as read_events
+from stabil.telemetry._parquet import to_parquet as to_parquet
 from stabil.telemetry._progress import ProgressLine as ProgressLine
 from stabil.telemetry._run_folder import RunFolder as RunFolder
+from stabil.telemetry._sinks import Apprise as Apprise
+from stabil.telemetry._sinks import MLflow as MLflow
+from stabil.telemetry._sinks import Prometheus as Prometheus
+from stabil.telemetry._sinks import ScalarLog as ScalarLog
+from stabil.telemetry._sinks import TensorBoard as TensorBoard
+from stabil.telemetry._sinks import WeightsAndBiases as WeightsAndBiases
 
 __all__ = [
     "Alert",
     "AlertDesk",
+    "Apprise",
     "Background",
     "Beat",
     "Event",
     "EventLog",
     "Heartbeat",
+    "MLflow",
     "ProgressLine",
+    "Prometheus",
     "RunFolder",
+    "ScalarLog",
     "Sink",
     "SinkChannel",
+    "TensorBoard",
+    "WeightsAndBiases",
     "read_beat",
     "read_events",
     "sentence",
+    "to_parquet",
 ]

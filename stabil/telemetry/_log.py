@@ -23,7 +23,8 @@ class EventLog:
     of the interpreter. Beyond `capacity` waiting rows new ones are dropped and counted;
     the count is written to the log when it is closed. A write that fails is tried again
     twice, then its rows are counted as failed; no error reaches the training. A line
-    that a crash has torn is ended before the next row is appended.
+    that a crash has torn is ended before the next row is appended. A file that has
+    grown beyond `max_bytes` is renamed to `events.0001.jsonl` and so on.
 
     Args:
       path: file; created with its folder when missing, never truncated.
@@ -32,6 +33,7 @@ class EventLog:
       code_version: version of the code, for rows that have none.
       every_seconds: longest time that a row waits in memory.
       capacity: rows that may wait in memory.
+      max_bytes: size at which a new file is begun.
 
     Examples:
       >>> import tempfile
@@ -52,13 +54,15 @@ class EventLog:
         code_version: str = "",
         every_seconds: float = 2.0,
         capacity: int = 65536,
+        max_bytes: int = 1 << 28,
     ):
+        self._max_bytes = max_bytes
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._defaults: dict[str, Any] = dict(
             run=run, process=process, code_version=code_version
         )
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = self._open()
         self._torn = _is_torn(self._file)
         self._closed = False
         self._background = Background(
@@ -127,6 +131,23 @@ class EventLog:
             self._undo(start)
             raise
         self._torn = False
+        if start + len(data) > self._max_bytes:
+            self._rotate()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _rotate(self) -> None:
+        stem, number = self.path.stem, 1
+        while (older := self.path.with_name(f"{stem}.{number:04d}.jsonl")).exists():
+            number += 1
+        try:
+            os.rename(self.path, older)
+            file = self._open()
+        except OSError:  # the rows are safe; one long file is better than none
+            return
+        os.close(self._file)
+        self._file = file
 
     def _undo(self, size: int) -> None:
         try:
