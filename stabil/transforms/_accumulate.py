@@ -108,6 +108,7 @@ def accumulate(
     For the good micro-batches i of a window, with weights w_i (tokens, or 1):
     g = sum_i w_i g_i / sum_i w_i. A micro-batch is bad when its gradient or loss is not
     finite; one with 0 tokens is empty and has no weight. Never k gradients over n > k.
+    Quiet gradients pass unchanged. (With windows of one; else their mean does.)
 
     Place: outside of the optimizer and of every rule that judges steps: these see one
     mean gradient a window. Cost: one accumulator in float32 a parameter; `inner` runs
@@ -144,18 +145,17 @@ def accumulate(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> AccumulateState:
-        none, zero = _leaves.zero_int(), jnp.zeros([], jnp.float32)
         return AccumulateState(
             inner_state=inner.init(params),
             mean=_leaves.wide_zeros(params),
-            weight=zero,
-            loss=zero,
-            micro_steps=none,
-            bad_in_window=none,
+            weight=jnp.zeros([], jnp.float32),
+            loss=jnp.zeros([], jnp.float32),
+            micro_steps=_leaves.zero_int(),
+            bad_in_window=_leaves.zero_int(),
             emitted=jnp.zeros([], bool),
-            accepted_steps=none,
-            dropped_windows=none,
-            bad_micro_batches=none,
+            accepted_steps=_leaves.zero_int(),
+            dropped_windows=_leaves.zero_int(),
+            bad_micro_batches=_leaves.zero_int(),
         )
 
     def take(

@@ -33,12 +33,13 @@ def adagc(
     gamma_i <- min(gamma_i, ||h g_i||). Then, per tensor:
     h_i = min(lambda_rel * gamma_i / ||g_i||, 1);  g_i <- h_i g_i;
     gamma_i <- beta gamma_i + (1 - beta) ||h_i g_i||.
+    Quiet gradients do not pass unchanged: with the default lambda_rel half to four
+    fifths of the steps are scaled (watch `clipped_share`), which Adam cancels and SGD
+    does not; from 1.5 on the rule acts on spikes.
 
     Place: first in the chain. Cost: one read of the gradient, one stacked reduction
     over devices, four scalars a row; the product runs on clipped steps only. Does not:
-    leave ordinary steps alone. With the default lambda_rel it scales half to four
-    fifths of them (watch `clipped_share`), which Adam cancels and SGD does not; from
-    1.5 on it acts on spikes.
+    leave ordinary steps alone, or follow a falling norm faster than beta does.
 
     Args:
       lambda_rel: largest ratio of a norm to its gamma; > 0. 1.05 in version 1.
@@ -91,19 +92,21 @@ def adagc(
         zero, none = jnp.zeros([], dtype), _leaves.zero_int()
         row, one = jnp.zeros([rows], dtype), jnp.ones([], jnp.float32)
         counters = jnp.zeros([rows], jnp.int32)
-        return AdaGCState(
-            row,
-            row > 0,
-            counters,
-            row,
-            none,
-            none,
-            one,
-            zero,
-            zero,
-            one * 0,
-            none,
-            none,
+        return _leaves.separate(
+            AdaGCState(
+                row,
+                row > 0,
+                counters,
+                row,
+                none,
+                none,
+                one,
+                zero,
+                zero,
+                one * 0,
+                none,
+                none,
+            )
         )
 
     def measure(updates: Any, layout: _norms.Layout, norms: Any) -> jax.Array:

@@ -56,7 +56,7 @@ def adaptive_gradient_clip(
 
     A unit is one output of a layer. Rank 0 and 1: the whole leaf. "in_out": rank 2
     and 3 reduce axis 0, higher ranks all axes but the last (HWIO kernels). "out_in":
-    all axes after the first (the layout of PyTorch).
+    all axes after the first (the layout of PyTorch). Quiet gradients pass unchanged.
 
     Place: on the gradient, before momentum and weight decay; needs `params`. Cost: one
     read of gradient and parameters; no state that learns; no collective unless a
@@ -103,8 +103,10 @@ def adaptive_gradient_clip(
         dtype, zero = _leaves.statistics_dtype(params), _leaves.zero_int()
         limit = jnp.asarray(clipping).astype(jnp.float32)
         one = jnp.ones([], jnp.float32)
-        return AdaptiveGradientClipState(
-            one, jnp.zeros([], dtype), limit, zero, zero, zero
+        return _leaves.separate(
+            AdaptiveGradientClipState(
+                one, jnp.zeros([], dtype), limit, zero, zero, zero
+            )
         )
 
     def update(

@@ -43,6 +43,7 @@ def clip_by_global_norm(
     """Scales the gradient down to a norm of at most `max_norm`.
 
     n = sqrt(sum_i ||g_i||^2) over all leaves;  g_i <- g_i * min(1, c / n).
+    Quiet gradients pass unchanged.
 
     Place: first in the chain. Cost: one read of the gradient for the norm, one
     reduction over devices; the product runs on clipped steps only. Does not: adapt,
@@ -87,12 +88,14 @@ def clip_by_global_norm(
         if within == "tree":
             _warn_about_groups(params)
         dtype = _leaves.statistics_dtype(params)
-        return ClipByGlobalNormState(
-            jnp.ones([], jnp.float32),
-            jnp.zeros([], dtype),
-            jnp.asarray(max_norm).astype(dtype),
-            _leaves.zero_int(),
-            _leaves.zero_int(),
+        return _leaves.separate(
+            ClipByGlobalNormState(
+                jnp.ones([], jnp.float32),
+                jnp.zeros([], dtype),
+                jnp.asarray(max_norm).astype(dtype),
+                _leaves.zero_int(),
+                _leaves.zero_int(),
+            )
         )
 
     def update(

@@ -50,7 +50,8 @@ def clip_update_norm(
     update <- update * min(1, limit / ||update||).
 
     The uncapped norm enters the history, so a lasting rise is followed after half a
-    window and nothing can lock.
+    window and nothing can lock. Quiet gradients do not pass unchanged: of a steady run
+    about 1 step in 300 lies above 3 robust deviations.
 
     Place: after the optimizer, before or after the learning rate (before, a schedule
     does not shift the norms). Cost: one read of the update, one reduction over devices,
@@ -89,8 +90,10 @@ def clip_update_norm(
         dtype = _leaves.statistics_dtype(params)
         zero, none = jnp.zeros([], dtype), _leaves.zero_int()
         one = jnp.ones([], jnp.float32)
-        return ClipUpdateNormState(
-            Window.empty(window, dtype=dtype), one, zero, zero, none, none
+        return _leaves.separate(
+            ClipUpdateNormState(
+                Window.empty(window, dtype=dtype), one, zero, zero, none, none
+            )
         )
 
     def robust(history: Window) -> jax.Array:

@@ -41,6 +41,7 @@ def clip_update_rms(
     """Divides a tensor's update by its RMS where that exceeds `threshold`.
 
     Per tensor: U <- U / max(1, RMS(U) / d), RMS(U) = sqrt(mean(U^2)).
+    Quiet gradients pass unchanged.
 
     Place: after the preconditioner, before the learning rate; after `scale_by_adam` it
     sees m / sqrt(v), and is then not StableAdamW, whose RMS is that of g / sqrt(v): for
@@ -73,7 +74,9 @@ def clip_update_rms(
     def init(params: Any) -> ClipUpdateRmsState:
         zero, none = jnp.zeros([], _leaves.statistics_dtype(params)), _leaves.zero_int()
         one = jnp.ones([], jnp.float32)
-        return ClipUpdateRmsState(one, zero, one * threshold, none, none)
+        return _leaves.separate(
+            ClipUpdateRmsState(one, zero, one * threshold, none, none)
+        )
 
     def update(
         updates: Any, state: ClipUpdateRmsState, params: Any = None, **extra_args: Any

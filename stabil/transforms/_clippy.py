@@ -43,7 +43,7 @@ def clippy(
 
     With the final update u (the learning rate is in it), per tensor:
     sigma = min(1, min_j (lambda_rel * max(|w_j|, rho * RMS(w)) + lambda_abs) / |u_j|);
-    u <- sigma * u.
+    u <- sigma * u. Quiet gradients pass unchanged.
 
     Place: last in the chain, after the learning rate; needs `params`. Cost: one read of
     update and parameters, one stacked reduction over devices; no state that learns.
@@ -85,7 +85,7 @@ def clippy(
     def init(params: Any) -> ClippyState:
         zero, none = jnp.zeros([], _leaves.statistics_dtype(params)), _leaves.zero_int()
         one = jnp.ones([], jnp.float32)
-        return ClippyState(one, zero, one * lambda_rel, none, none)
+        return _leaves.separate(ClippyState(one, zero, one * lambda_rel, none, none))
 
     def update(
         updates: Any, state: ClippyState, params: Any = None, **extra_args: Any

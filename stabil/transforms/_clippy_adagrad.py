@@ -44,6 +44,7 @@ def clippy_adagrad(
     G <- G + g^2;  r = g / sqrt(G + eps);
     sigma = min(1, min_j (lambda_rel |w_j| + lambda_acc / sqrt(G_j) + lambda_abs)
     / (eta |r_j|));  w <- w - eta sigma r, sigma per tensor.
+    Quiet gradients do not pass unchanged: this is an optimizer.
 
     Place: a complete optimizer; needs `params`. Cost: one accumulator a parameter, and
     one read of it, the gradient and the parameters. Does not: decay weights.

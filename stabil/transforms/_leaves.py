@@ -132,6 +132,11 @@ def statistics_dtype(tree: Any) -> Any:
     return jnp.float64 if wide else jnp.float32
 
 
+def separate(state: Any) -> Any:
+    """The state with a buffer of its own for every field, as donation asks for."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+
+
 def zero_int() -> jax.Array:
     return jnp.zeros([], jnp.int32)
 

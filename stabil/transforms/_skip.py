@@ -54,8 +54,8 @@ class SkipRecord(NamedTuple):
         none = _leaves.zero_int()
         no = jnp.zeros([], bool)
         one, zero = jnp.ones([], jnp.float32), jnp.zeros([], dtype)
-        return cls(
-            no, none, none, none, none, none, none, none - 1, none - 1, one, zero
+        return _leaves.separate(
+            cls(no, none, none, none, none, none, none, none - 1, none - 1, one, zero)
         )
 
 

@@ -32,7 +32,7 @@ def skip_nonfinite(
 
     On a bad step the update is zero, and moments, counters and schedules inside `inner`
     are bit-identical to before; the next good step continues from there. Data steps
-    outside go on: inside, `accepted_steps` count.
+    outside go on: inside, `accepted_steps` count. Quiet gradients pass unchanged.
 
     Place: outside of the whole chain. Cost: one read of the gradient; the inner update
     is computed and not taken on a bad step. Does not: look at what `inner` makes of a

@@ -59,7 +59,7 @@ def skip_spikes(
     the window, skipped or not; a non-finite one is skipped and never enters.
 
     On a skipped step the update is zero, and moments, counters and schedules inside
-    `inner` are bit-identical to before.
+    `inner` are bit-identical to before. Quiet gradients pass unchanged.
 
     Place: outside of the whole chain. Cost: one read of the gradient, four sorts of
     `window` numbers. Does not: judge before half of the window is filled, save a run
@@ -110,15 +110,14 @@ def skip_spikes(
 
     def init(params: Any) -> SkipSpikesState:
         dtype = _leaves.statistics_dtype(params)
-        empty, zero = Window.empty(window, dtype=dtype), jnp.zeros([], dtype)
         return SkipSpikesState(
             inner.init(params),
             _skip.SkipRecord.empty(dtype),
-            empty,
-            empty,
-            zero,
-            zero,
-            zero,
+            Window.empty(window, dtype=dtype),
+            Window.empty(window, dtype=dtype),
+            jnp.zeros([], dtype),
+            jnp.zeros([], dtype),
+            jnp.zeros([], dtype),
             _leaves.zero_int(),
             _leaves.zero_int(),
         )

@@ -11,6 +11,7 @@ import optax
 
 from stabil import _tree
 from stabil.transforms import _check, _leaves, _norms
+from stabil.transforms._descend import descend
 
 
 class StableAdamWState(NamedTuple):
@@ -50,6 +51,7 @@ def scale_by_stable_adamw(
     """The direction of StableAdamW, decay included: `stable_adamw` without the rate.
 
     See `stable_adamw` for the equations. A rate of -eta behind it makes the optimizer.
+    Quiet gradients do not pass unchanged: this is an optimizer.
 
     Args:
       b1: beta_1; in [0, 1).
@@ -76,15 +78,15 @@ def scale_by_stable_adamw(
         raise ValueError(f"{where}: needed weight_decay >= 0, got {weight_decay!r}")
 
     def init(params: Any) -> StableAdamWState:
-        leaves, none = len(_leaves.measured(params)), _leaves.zero_int()
+        leaves = len(_leaves.measured(params))
         return StableAdamWState(
-            none,
+            _leaves.zero_int(),
             _leaves.wide_zeros(params),
             _leaves.real_like(params, 0.0),
             jnp.zeros([leaves], jnp.float32),
             jnp.ones([], jnp.float32),
-            none,
-            none,
+            _leaves.zero_int(),
+            _leaves.zero_int(),
         )
 
     def one(
@@ -160,6 +162,7 @@ def stable_adamw(
     m <- b1_t m + (1 - b1_t) g;  v <- b2_t v + (1 - b2_t) g^2;
     RMS = sqrt(mean(g^2 / max(v, eps^2))) per tensor;  eta_t = eta / max(1, RMS);
     w <- w (1 - eta_t lambda) - eta_t m / (sqrt(v) + eps).
+    Quiet gradients do not pass unchanged: this is an optimizer.
 
     Place: a complete optimizer. Cost: AdamW's, and one scalar reduction a tensor. Does
     not: keep a spike out of m, which acts for about 10 more steps; cut a rate below
@@ -189,19 +192,16 @@ def stable_adamw(
     package (pytorch-optimizer: eps 1e-8). We differ: (1) a non-finite gradient changes
     neither moments nor parameters, and t does not advance.
     """
-    return optax.with_extra_args_support(
-        optax.chain(
-            scale_by_stable_adamw(
-                b1=b1,
-                b2=b2,
-                eps=eps,
-                weight_decay=weight_decay,
-                no_decay=no_decay,
-                parity=parity,
-            ),
-            optax.scale_by_learning_rate(learning_rate),
-        )
+    scale = scale_by_stable_adamw(
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        no_decay=no_decay,
+        parity=parity,
     )
+    rate = descend("stable_adamw", learning_rate, 0.0)
+    return optax.with_extra_args_support(optax.chain(scale, rate))
 
 
 def _one(x: jax.Array) -> jax.Array:

@@ -27,8 +27,9 @@ class Window(NamedTuple):
     @classmethod
     def empty(cls, *shape: int, dtype: Any = jnp.float32) -> Window:
         """A window of the shape `[..., window]` that holds nothing."""
-        none = jnp.zeros([], jnp.int32)
-        return cls(jnp.zeros(shape, dtype), none, none)
+        return cls(
+            jnp.zeros(shape, dtype), jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+        )
 
     def push(self, value: jax.Array, keep: jax.Array | bool = True) -> Window:
         """With one more entry `[...]`, or unchanged where `keep` is False."""

@@ -72,6 +72,8 @@ def zclip(
     mu + z* sigma, with z* = z_thres^2 / z_t ("reciprocal"), 0 ("mean") or z_thres
     ("max"; the published code calls it "percentile"). That norm, or n_t if it was no
     outlier, enters: mu <- alpha mu + (1 - alpha) x, and likewise the variance.
+    Quiet gradients do not pass unchanged: 1 to 2 steps in 100 of a steady run lie above
+    2.5 deviations.
 
     Place: first in the chain, before a constant cap. Cost: one read of the gradient,
     one reduction over devices, thirteen scalars; the product runs on clipped steps
@@ -177,8 +179,22 @@ def zclip(
         zero = jnp.zeros([], _leaves.statistics_dtype(params))
         none = _leaves.zero_int()
         one = jnp.ones([], jnp.float32)
-        return ZClipState(
-            zero, zero, none, none, zero, zero, none, zero, one, zero, zero, none, none
+        return _leaves.separate(
+            ZClipState(
+                zero,
+                zero,
+                none,
+                none,
+                zero,
+                zero,
+                none,
+                zero,
+                one,
+                zero,
+                zero,
+                none,
+                none,
+            )
         )
 
     def update(
