@@ -123,9 +123,14 @@ class Folder:
         """The manifest of a step.
 
         Raises:
-          DamagedError: it is lost or not what was written.
+          DamagedError: it is lost, not what was written, or that of another step.
         """
-        return self.manifest_at(self.path(step))
+        manifest = self.manifest_at(self.path(step))
+        if manifest["step"] != step:
+            raise DamagedError(
+                f"{self.path(step) / MANIFEST} is that of step {manifest['step']}"
+            )
+        return manifest
 
     def manifest_at(self, path: pathlib.Path) -> dict[str, Any]:
         """The manifest in a folder, wherever it lies."""
@@ -139,17 +144,26 @@ class Folder:
     def health(self, step: int) -> dict[str, Any]:
         """Tag, cause, decider and history of a step; `pending` before any judgement."""
         try:
-            return _files.read_sealed(self.path(step) / HEALTH)
-        except FileNotFoundError:
-            return {"tag": "pending", "cause": "", "by": "", "history": []}
+            return self.judgement(step)
         except DamagedError as error:
             # A judgement that cannot be read is not taken for a good one.
-            return {
-                "tag": "suspect",
-                "cause": str(error),
-                "by": "stabil",
-                "history": [],
-            }
+            cause = str(error)
+            return {"tag": "suspect", "cause": cause, "by": "stabil", "history": []}
+
+    def judgement(self, step: int) -> dict[str, Any]:
+        """As `health`, for who must know of damage.
+
+        Raises:
+          DamagedError: it is not what was written, or that of another step.
+        """
+        path = self.path(step) / HEALTH
+        try:
+            record = _files.read_sealed(path)
+        except FileNotFoundError:
+            return {"tag": "pending", "cause": "", "by": "", "history": []}
+        if record.get("step") != step:
+            raise DamagedError(f"{path} is that of step {record.get('step')}")
+        return record
 
     def tags(self) -> dict[int, str]:
         """Tag of every step, ascending by step."""
@@ -172,7 +186,7 @@ class Folder:
                     cause = f"not finite when saved: {', '.join(bad)}"
         before = self.health(step)
         entry = {"tag": tag, "cause": cause, "by": by, "time": _files.utc_now()}
-        record = {**entry, "history": [*before["history"], entry]}
+        record = {"step": step, **entry, "history": [*before["history"], entry]}
         _files.write_sealed(self.path(step) / HEALTH, record)
         self.log("tag", step=step, tag=tag, cause=cause, by=by)
         return tag

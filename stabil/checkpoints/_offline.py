@@ -126,6 +126,7 @@ def _verify_each(folder: Folder, steps: list[int]) -> Iterator[Verified]:
 
 
 def _verify_one(folder: Folder, step: int) -> int:
+    folder.judgement(step)
     manifest = folder.manifest(step)
     changed = _manifest.changed_files(manifest, folder.path(step))
     if changed:
