@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stabil.policy._level import EXTREME, HIGH
 from stabil.policy._rungs import Rung
 from stabil.policy._words import BLOCK, WARN, Observation
 
@@ -10,10 +11,12 @@ class Episode:
     """One event: from the first warning until `quiet_steps` steps without trouble.
 
     Attributes:
-      step: step at which the open event began, or None.
+      step: step at which the open event began, or None. When the loss had been high
+        without a break before the first warning, the event began with it.
       first: first offending signal of the event, or None.
       causes: names of all causes of the event.
-      high_steps: steps in a row, within the event, whose loss was high.
+      high_steps: steps in a row whose loss was high, or 0 without an open event.
+      extreme_steps: the same for extreme ones.
     """
 
     def __init__(self, quiet_steps: int):
@@ -24,8 +27,8 @@ class Episode:
         self.step: int | None = None
         self.first: str | None = None
         self.causes: set[str] = set()
-        self.high_steps = 0
-        self._quiet = 0
+        self._high_since: int | None = None
+        self._high = self._extreme = self._quiet = 0
 
     @property
     def is_open(self) -> bool:
@@ -36,22 +39,36 @@ class Episode:
         """Whether the newest step gave no trouble."""
         return self.step is None or self._quiet > 0
 
-    def observe(self, seen: Observation, high: bool) -> None:
-        bad = seen.severity >= WARN
-        if self.step is None:
-            if not bad:
-                return
-            self.step = seen.step
-        if bad:
-            self.first = self.first or seen.first
-            self.causes |= set(seen.causes)
+    @property
+    def high_steps(self) -> int:
+        return self._high if self.is_open else 0
+
+    @property
+    def extreme_steps(self) -> int:
+        return self._extreme if self.is_open else 0
+
+    def observe(self, seen: Observation, height: int) -> None:
         # A blocked step leaves the weights alone: it neither proves nor disproves that
         # the loss has come down.
         if seen.severity < BLOCK:
-            self.high_steps = self.high_steps + 1 if high else 0
-        self._quiet = 0 if bad or high else self._quiet + 1
+            self._count(seen.step, height)
+        bad = seen.severity >= WARN
+        if bad and self.step is None:
+            self.step = seen.step if self._high_since is None else self._high_since
+        if bad:
+            self.first = self.first or seen.first
+            self.causes |= set(seen.causes)
+        self._quiet = 0 if bad or height >= HIGH else self._quiet + 1
         if self._quiet >= self._quiet_steps:
             self.close()
+
+    def _count(self, step: int, height: int) -> None:
+        if height < HIGH:
+            self._high_since = None
+        elif self._high_since is None:
+            self._high_since = step
+        self._high = self._high + 1 if height >= HIGH else 0
+        self._extreme = self._extreme + 1 if height >= EXTREME else 0
 
 
 # Further blocked steps that a state which no step has changed is given.

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from stabil.policy._advice import advise
 from stabil.policy._episode import Episode, Streaks
 from stabil.policy._level import LossLevel
 from stabil.policy._rate import Rate
 from stabil.policy._recorded import recorded, where
+from stabil.policy._relapses import Relapses
 from stabil.policy._rungs import FULL, Ledger, Rung, check_rungs
 from stabil.policy._words import Action, Observation
-
-# Batches left out beyond the rolled-back ones at a first relapse, half as many; PaLM
-# left out 200 to 500 (Chowdhery et al., 2022, section 5.1).
-_SKIP_MORE = 50
 
 
 class Ladder:
@@ -35,7 +31,7 @@ class Ladder:
       healthy_after_steps: later steps without a warning after which a checkpoint
         counts as healthy.
       same_place_steps: rollbacks for events that begin within so many steps of each
-        other are relapses at one place.
+        other, and share a cause or a layer, are relapses at one place.
       max_relapses: rollbacks at one place, after which the next stops the run.
       lowest_scale: bound that repeated cuts of the learning rate do not cross.
 
@@ -84,7 +80,7 @@ class Ladder:
             self.rungs = rungs
         self.report_only = report_only
         self.healthy_after_steps = healthy_after_steps
-        self._same_place_steps, self._max_relapses = same_place_steps, max_relapses
+        self._max_relapses = max_relapses
         self._level = LossLevel()
         self._ledger = Ledger()
         self._quiet_steps = quiet_steps
@@ -92,7 +88,7 @@ class Ladder:
         self._streaks = Streaks(self.rungs)
         self._rate = Rate(lowest_scale)
         self._look_until = -1
-        self.relapses: list[dict[str, Any]] = []
+        self._relapses = Relapses(same_place_steps)
 
     @property
     def learning_rate_scale(self) -> float:
@@ -119,12 +115,13 @@ class Ladder:
         carrying out a `rollback`, call `rolled_back`.
         """
         self._ledger.observe(observation.step)
-        high = self._level.observe(observation.loss)
-        self._episode.observe(observation, high)
+        height = self._level.observe(observation.loss)
+        self._episode.observe(observation, height)
         self._streaks.observe(observation)
         actions = recorded(observation)
         for rung in self.rungs:
-            if rung.kind == "look" and self._may(rung, observation):
+            due = rung.kind == "look" and self._may(rung, observation)
+            if due and self._ledger.left(rung):
                 actions.append(self._act(rung, observation, "verdict"))
         actions += self._intervene(observation)
         if self._rate.ease(self._episode.is_quiet):
@@ -142,19 +139,11 @@ class Ladder:
           target: step that runs next.
           window: first and last position of the data that is skipped.
         """
-        start = self._start(observation)
+        seen, start = self._whole(observation), self._start(observation)
         cuts = [r for r in self.rungs if r.kind == "cut" and not r.report_only]
-        if self._near(start) and cuts:
+        if self._relapses.near(start, seen) and cuts:
             self._rate.cut(cuts[0].amount, cuts[0].lasting_steps)
-        self.relapses.append(
-            dict(
-                step=start,
-                target=target,
-                window=list(window),
-                first=self._episode.first or observation.first,
-                causes=sorted(self._episode.causes | set(observation.causes)),
-            )
-        )
+        self._relapses.note(start, seen, target, window)
         self._episode.close()
         self._streaks.restart()
 
@@ -170,7 +159,7 @@ class Ladder:
             "ledger": self._ledger.get_state(),
             "level": self._level.get_state(),
             "rate": self._rate.get_state(),
-            "relapses": self.relapses[-100:],
+            "relapses": self._relapses.rows,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -178,13 +167,17 @@ class Ladder:
         self._ledger.seen = int(state["seen"])
         self._level.set_state(state["level"])
         self._rate.set_state(state["rate"])
-        self.relapses = list(state["relapses"])
+        self._relapses.rows = list(state["relapses"])
 
     def _may(self, rung: Rung, seen: Observation) -> bool:
-        due = self._streaks.is_due(rung, seen) or (
-            0 < rung.high_loss_steps <= self._episode.high_steps
-        )
+        due = self._streaks.is_due(rung, seen) or self._loss_is_due(rung)
         return due and not self._ledger.is_cooling(rung)
+
+    def _loss_is_due(self, rung: Rung) -> bool:
+        high, extreme = self._episode.high_steps, self._episode.extreme_steps
+        return 0 < rung.high_loss_steps <= high or (
+            0 < rung.extreme_loss_steps <= extreme
+        )
 
     def _intervene(self, seen: Observation) -> list[Action]:
         if seen.damaged is not None:
@@ -212,23 +205,18 @@ class Ladder:
 
     def _roll_back(self, rung: Rung, seen: Observation, why: str = "") -> Action:
         start = self._start(seen)
-        near = self._near(start)
         why = why or self._why(rung)
-        if len(near) >= self._max_relapses:
-            why = f"{len(near)} rollbacks near step {start} did not help: {why}"
-            self._ledger.use(rung)
-            return self._stop(seen, why, rung.report_only)
-        if not self._ledger.left(rung):
-            why = f"the budget of {rung.budget} rollbacks is spent: {why}"
-            self._ledger.use(rung)
-            return self._stop(seen, why, rung.report_only)
-        numbers = {
-            "event_step": start,
-            "before": near[-1]["target"] if near else start + 1,
-            "relapses": len(near),
-            "skip_more": _SKIP_MORE * 2 ** len(near) if near else 0,
-        }
+        near = len(self._relapses.near(start, self._whole(seen)))
+        left = self._ledger.left(rung)
         self._ledger.use(rung)
+        if near >= self._max_relapses:
+            why = f"{near} rollbacks near step {start} did not help: {why}"
+            return self._stop(seen, why, rung.report_only)
+        if not left:
+            why = f"the budget of {rung.budget} rollbacks is spent: {why}"
+            return self._stop(seen, why, rung.report_only)
+        high = self._episode.high_steps
+        numbers = self._relapses.numbers(start, self._whole(seen), high)
         return Action("rollback", f"{why}{where(seen)}", numbers, rung.report_only)
 
     def _act(self, rung: Rung, seen: Observation, why: str) -> Action:
@@ -248,10 +236,14 @@ class Ladder:
         return Action(rung.kind, f"{why}{where(seen)}", numbers, rung.report_only)
 
     def _stop(self, seen: Observation, why: str, report_only: bool) -> Action:
-        now = {"causes": list(seen.causes), "first": seen.first, "step": seen.step}
-        evidence = [*self._near(self._start(seen)), now]
-        numbers = {"advice": list(advise(evidence)), "evidence": evidence}
-        return Action("stop", why, numbers, report_only)
+        start = self._start(seen)
+        return self._relapses.stop(start, self._whole(seen), why, report_only)
+
+    def _whole(self, seen: Observation) -> Observation:
+        """The observation with the causes and the first signal of the whole event."""
+        first = self._episode.first or seen.first
+        causes = self._episode.causes | set(seen.causes)
+        return seen._replace(first=first, causes=tuple(sorted(causes)))
 
     def _start(self, seen: Observation) -> int:
         """The step at which what is wrong now began."""
@@ -264,12 +256,8 @@ class Ladder:
         recent = seen.step - self._episode.high_steps - 2 * self._quiet_steps
         return max(self._episode.step, recent)
 
-    def _near(self, step: int) -> list[dict[str, Any]]:
-        reach = self._same_place_steps
-        return [r for r in self.relapses if abs(r["step"] - step) <= reach]
-
     def _why(self, rung: Rung) -> str:
-        if 0 < rung.high_loss_steps <= self._episode.high_steps:
+        if self._loss_is_due(rung):
             return f"the loss stayed high for {self._episode.high_steps} steps"
         steps = self._streaks.length(rung)
         return f"{steps} blocked steps in a row" if steps > 1 else "the verdict"

@@ -3,78 +3,83 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import statistics
 from collections.abc import Iterable
 
+NORMAL, HIGH, EXTREME = 0, 1, 2
+# Median of |x - y| for independent normal x and y of unit variance.
+_DIFFERENCE = 0.9539
+_RECENT = 32
+
 
 class LossLevel:
-    """Tells a loss that lies far above the median of the accepted ones.
+    """Tells a loss that lies far above the recent ones.
 
-    high_t  <=>  loss_t > m + max(threshold * 1.4826 * MAD, floor * |m|)
+    high_t     <=>  loss_t > m + max( 6 s, 0.02 |m|)
+    extreme_t  <=>  loss_t > m + max(20 s, 0.25 |m|)
 
-    with `m` the median and MAD the median absolute deviation of the last `window`
-    accepted losses. Losses that are high or not finite are not accepted, up to
-    `relearn_steps` in a row: then the window starts afresh at the new level. Until
-    `armed_after` losses are in, nothing is high. The limit is renewed after every
-    eighth accepted loss, so that a step costs microseconds.
+    with `m` the median of the newest 32 accepted losses, and `s` their noise: the
+    median absolute difference of successive ones among the newest `window`, divided by
+    0.954. Differences, because a falling loss is no spread. Losses that are high or not
+    finite are not accepted, up to `relearn_steps` in a row: then the window starts
+    afresh at the new level. Until `armed_after` losses are in, nothing is high. The
+    limits are renewed after every eighth accepted loss, which keeps a step cheap.
 
     Examples:
       >>> level = LossLevel(armed_after=8)
-      >>> [level.observe(2.0 + 0.01 * (i % 3)) for i in range(20)][-1]
-      False
-      >>> level.observe(9.0)
+      >>> [level.observe(2.0 + 0.01 * (i % 3)) for i in range(20)][-1] == NORMAL
       True
+      >>> level.observe(2.2) == HIGH, level.observe(9.0) == EXTREME
+      (True, True)
     """
 
     def __init__(
         self,
         *,
         window: int = 128,
-        threshold: float = 6.0,
-        floor: float = 0.02,
-        armed_after: int = 32,
+        armed_after: int = _RECENT,
         relearn_steps: int = 400,
     ):
         self._losses: collections.deque[float] = collections.deque(maxlen=window)
-        self._threshold, self._floor = threshold, floor
         self._armed_after, self._relearn_steps = armed_after, relearn_steps
-        self._refused_in_a_row = 0
-        self._accepted = 0
-        self.limit = math.inf
+        self.forget()
 
-    def observe(self, loss: float) -> bool:
-        """Whether the loss is high; takes it into the level if it is not.
+    def observe(self, loss: float) -> int:
+        """`NORMAL`, `HIGH` or `EXTREME`; takes a normal loss into the level.
 
         A loss that is not finite says nothing about the level: it is never high.
         """
         if not math.isfinite(loss):
-            return False
-        if loss > self.limit:
+            return NORMAL
+        if loss > self._high:
             self._refused_in_a_row += 1
             if self._refused_in_a_row < self._relearn_steps:
-                return True
+                return EXTREME if loss > self._extreme else HIGH
             self.forget()
         self._refused_in_a_row = 0
         self._losses.append(loss)
         self._accepted += 1
-        if len(self._losses) >= self._armed_after and (
-            self._accepted % 8 == 0 or self.limit == math.inf
-        ):
+        if self._accepted % 8 == 0 or self._high == math.inf:
             self._renew()
-        return False
+        return NORMAL
 
     def forget(self) -> None:
         """Starts afresh, as after an announced change of the data."""
         self._losses.clear()
         self._refused_in_a_row = self._accepted = 0
-        self.limit = math.inf
+        self._high = self._extreme = math.inf
 
     def _renew(self) -> None:
-        middle = statistics.median(self._losses)
-        spread = statistics.median(abs(x - middle) for x in self._losses)
-        width = max(self._threshold * 1.4826 * spread, self._floor * abs(middle))
-        self.limit = middle + width
+        if len(self._losses) < self._armed_after:
+            return
+        losses = list(self._losses)
+        middle = statistics.median(losses[-_RECENT:])
+        steps = (abs(b - a) for a, b in itertools.pairwise(losses))
+        noise = statistics.median(steps) / _DIFFERENCE
+        self._high = middle + max(6 * noise, 0.02 * abs(middle))
+        self._extreme = middle + max(20 * noise, 0.25 * abs(middle))
 
     def get_state(self) -> list[float]:
         return list(self._losses)
@@ -82,5 +87,4 @@ class LossLevel:
     def set_state(self, losses: Iterable[float]) -> None:
         self.forget()
         self._losses.extend(losses)
-        if len(self._losses) >= self._armed_after:
-            self._renew()
+        self._renew()

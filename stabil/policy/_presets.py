@@ -25,11 +25,11 @@ def careful() -> Ladder:
 
     Examples:
       >>> [r.kind for r in careful().rungs if r.report_only]
-      ['reset', 'cut', 'rollback']
+      ['reset', 'cut', 'rollback', 'rollback']
     """
     rungs = (
         r._replace(
-            report_only=r.high_loss_steps > 0,
+            report_only=any(r.loss_steps),
             budget=min(r.budget, 2) if r.kind == "rollback" else r.budget,
         )
         for r in FULL

@@ -31,7 +31,8 @@ class Rung(NamedTuple):
       kind: what to do: `look`, `reset`, `cut`, `rollback` or `stop`.
       blocked_steps: due after so many blocked steps in a row for one of `causes`.
       high_loss_steps: due after so many steps in a row, within an open event, whose
-        loss lies far above its own level.
+        loss lies far above its own level (6 deviations).
+      extreme_loss_steps: the same for a loss far beyond that (20 deviations).
       severity: due at a verdict at least this severe for one of `causes`.
       causes: names of causes that count; empty means all.
       amount: for `cut`, what the learning rate is multiplied by; in (0, 1).
@@ -45,6 +46,7 @@ class Rung(NamedTuple):
     kind: str
     blocked_steps: int = 0
     high_loss_steps: int = 0
+    extreme_loss_steps: int = 0
     severity: int = 0
     causes: tuple[str, ...] = ()
     amount: float = 0.5
@@ -53,6 +55,11 @@ class Rung(NamedTuple):
     budget_steps: int = 1000
     cool_down_steps: int = 0
     report_only: bool = False
+
+    @property
+    def loss_steps(self) -> tuple[int, int]:
+        """The two triggers that look at the loss."""
+        return self.high_loss_steps, self.extreme_loss_steps
 
 
 def check_rungs(rungs: tuple[Rung, ...]) -> None:
@@ -69,10 +76,10 @@ def check_rungs(rungs: tuple[Rung, ...]) -> None:
                 f"rung {i}, got {rung.kind!r}; clips and skips are the guard's and "
                 "need no rung"
             )
-        if not (rung.blocked_steps or rung.high_loss_steps or rung.severity):
+        if not any((rung.blocked_steps, rung.severity, *rung.loss_steps)):
             raise ValueError(
                 f"Ladder: needed a trigger for rung {i} ({rung.kind}), got none; set "
-                "blocked_steps, high_loss_steps or severity"
+                "blocked_steps, high_loss_steps, extreme_loss_steps or severity"
             )
         if not 0 < rung.amount < 1:
             raise ValueError(
@@ -141,5 +148,6 @@ FULL = (
     Rung("rollback", blocked_steps=3, causes=DAMAGE, budget=5),
     Rung("rollback", blocked_steps=5, causes=MOMENTS, budget=5),
     Rung("rollback", high_loss_steps=60, budget=5),
+    Rung("rollback", extreme_loss_steps=5, budget=5),
     Rung("stop", blocked_steps=100),
 )

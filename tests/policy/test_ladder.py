@@ -130,14 +130,38 @@ def test_without_checkpoints_a_burst_passes_and_a_lasting_block_stops():
 
 def test_loss_that_stays_high_after_an_event_climbs_the_ladder(rng):
     stream = calm(100, rng)
-    stream.append(Observation(100, severity=2, causes=("loss_spike",), loss=4.0))
-    stream += [Observation(101 + i, loss=4.0) for i in range(70)]
+    stream.append(Observation(100, severity=2, causes=("loss_spike",), loss=2.3))
+    stream += [Observation(101 + i, loss=2.3) for i in range(70)]
     done = [k for k in kinds(run(Ladder(), stream)) if k[1] not in ("log", "look")]
     assert done[:3] == [(109, "reset"), (119, "cut"), (159, "rollback")]
 
 
+def test_an_extreme_loss_rolls_back_to_before_its_first_step(rng):
+    """A burst of corrupt batches that were applied: two watched, then warned of."""
+    stream = calm(200, rng)
+    for i, severity in enumerate((1, 1, 2, 2, 0)):
+        seen = Observation(200 + i, severity, ("loss_spike",) * (severity > 0), "loss")
+        stream.append(seen._replace(loss=8.8))
+    actions = run(Ladder(), stream)
+    step, action = actions[-1]
+    assert (step, action.kind) == (204, "rollback")
+    assert action.numbers["event_step"] == 200 and action.numbers["before"] == 201
+    assert action.reason == "the loss stayed high for 5 steps"
+    assert action.numbers["skip_more"] == 5
+    done = {k for _, k in kinds(run(Ladder(), stream[:-1]))}
+    assert done == {"log", "look"}
+
+
+def test_a_falling_loss_does_not_hide_a_spike(rng):
+    """At step 180 the loss of the last 128 steps still spans 4.2 to 2.3."""
+    losses = 2.2 + 3.3 * np.exp(-np.arange(180) / 50) + rng.normal(0, 0.1, 180)
+    stream = [Observation(i, loss=float(x)) for i, x in enumerate(losses)]
+    stream += [Observation(180 + i, 2, loss=8.8) for i in range(5)]
+    assert kinds(run(Ladder(), stream))[-1] == (184, "rollback")
+
+
 def test_high_loss_without_an_event_is_no_event(rng):
-    stream = calm(100, rng) + [Observation(100 + i, loss=4.0) for i in range(100)]
+    stream = calm(100, rng) + [Observation(100 + i, loss=2.3) for i in range(100)]
     assert run(Ladder(), stream) == []
 
 
@@ -204,6 +228,17 @@ def test_relapse_at_one_place_widens_then_stops_with_advice_and_evidence():
     assert ladder.learning_rate_scale == 0.25  # cut at each relapse
 
 
+def test_two_different_faults_at_one_place_are_no_relapse():
+    ladder = Ladder()
+    relapse(ladder, 100, 1)
+    ladder.decide(Observation(119, loss=2.0))
+    other = dict(severity=BLOCK, causes=("activation_shift",), first="activations/mlp")
+    for i in range(120, 123):
+        action = ladder.decide(Observation(i, **other))[-1]
+    assert action.kind == "rollback" and action.numbers["relapses"] == 0
+    assert action.numbers["before"] == 121
+
+
 def test_rollbacks_far_apart_are_no_relapse_but_cost_budget():
     ladder = Ladder()
     kinds_seen = [relapse(ladder, 150 * (i + 1), 1)[0].kind for i in range(6)]
@@ -260,8 +295,8 @@ def test_report_only_rollback_is_written_once_in_fifty_steps():
 
 def test_presets_differ_in_what_they_dare(rng):
     stream = calm(100, rng)
-    stream.append(Observation(100, severity=2, causes=("loss_spike",), loss=4.0))
-    stream += [Observation(101 + i, loss=4.0) for i in range(70)]
+    stream.append(Observation(100, severity=2, causes=("loss_spike",), loss=2.3))
+    stream += [Observation(101 + i, loss=2.3) for i in range(70)]
     acts = {k for _, k in kinds(run(careful(), stream))}
     assert acts == {"log", "look"}
     assert len(relapse(careful(), 100, 9)) == 3
@@ -333,7 +368,7 @@ def test_advice_fits_the_place():
             lambda: Ladder([Rung("cut")]),
             ValueError,
             "Ladder: needed a trigger for rung 0 (cut), got none; set blocked_steps, "
-            "high_loss_steps or severity",
+            "high_loss_steps, extreme_loss_steps or severity",
         ),
         (
             lambda: Ladder([Rung("cut", severity=2, amount=1.0)]),

@@ -146,7 +146,7 @@ def test_the_skip_list_survives_a_kill_right_after_the_rollback(tmp_path, keeper
         tmp_path / "run", checkpoints=keeper, policy=Ladder(ONE_STRIKE), total_steps=20
     ) as session:
         state, ran = train(session, bad={17})
-        assert session.policy.relapses[0]["window"] == [10, 18]
+        assert session.policy.get_state()["relapses"][0]["window"] == [10, 18]
     assert ran[1:] == [(i, i + 9) for i in range(10, 20)] and state == 20.0
 
 
