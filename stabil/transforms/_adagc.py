@@ -146,8 +146,10 @@ def adagc(
             )
         finite = jnp.isfinite(total) | (parity is not None)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        spread = factors[0] * jnp.ones([layout.total], dtype)
-        spread = layout.scatter(updates, spread if scope == "global" else factors)
+        spread = factors
+        if scope == "global":
+            spread = jnp.broadcast_to(factors, [layout.total])
+        spread = layout.scatter(updates, spread)
         if parity:
             updates = _scaling.multiply(updates, spread)
         else:
