@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import operator
 import os
+import pathlib
+from collections.abc import Sequence
 from typing import Any
 
-from stabil.checkpoints import _offline, _points, _restoring, _rollback
+from stabil.checkpoints import _adopting, _offline, _points, _restoring, _rollback
 from stabil.checkpoints._cadence import Cadence
 from stabil.checkpoints._errors import DamagedError
 from stabil.checkpoints._folder import Folder
@@ -315,6 +317,47 @@ class Keeper:
             except DamagedError as error:
                 notes.append(f"step {target} was passed over: {error}")
                 limit = target
+
+    def adopt(
+        self,
+        path: str | os.PathLike[str],
+        state: Any,
+        *,
+        may_start_fresh: Sequence[str] = ("*opt_state*",),
+        step: int | None = None,
+    ) -> Restored:
+        """Goes on from a checkpoint of another structure, or from before stabil.
+
+        Leaves are matched by name and by what stands around them, so that a guard put
+        around the optimizer, or a member more in a chain, carries every moment over.
+        `Restored.notes` names each leaf that started fresh, moved, or was left behind.
+        The old checkpoint is only read; saves go to this keeper's folder.
+
+        Args:
+          path: a run of Orbax checkpoints (its newest step), or one step.
+          state: the new state, initialised; leaves without a counterpart stay as they
+            are in it.
+          may_start_fresh: patterns of slash paths that need no counterpart; `*` stands
+            for anything. A leaf outside of them is refused.
+          step: number of the state where the path names none.
+        Raises:
+          FileNotFoundError: no checkpoint is there.
+          StructureError: a leaf has no counterpart and may not start fresh.
+          DamagedError: the checkpoint cannot be read.
+          ValueError: this keeper's folder holds steps, or the step is unknown.
+        """
+        if self._folder.steps():
+            raise ValueError(
+                "needed a keeper without steps to adopt into, got "
+                f"{self.directory} with {len(self._folder.steps())}: name a new folder "
+                "in Keeper(...)"
+            )
+        place = pathlib.Path(path).absolute()
+        if not place.is_dir():
+            raise FileNotFoundError(f"needed a folder to adopt, got {place}")
+        found = _adopting.adopt(place, state, may_start_fresh, step)
+        self._folder.log("adopted", path=str(place), notes=list(found.notes))
+        return self._stand_on(found, [])
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Every rollback of this run, oldest first: target, before, reason, extra."""

@@ -102,6 +102,36 @@ def flatten(state: Any) -> tuple[list[Leaf], list[Any], Any]:
     return leaves, [value for _, value in pairs], treedef
 
 
+def _is_record(node: Any) -> bool:
+    return hasattr(node, "_fields") and type(node).__module__.startswith("stabil.")
+
+
+def statistics(state: Any) -> set[tuple[str, ...]]:
+    """Paths of stabil's own statistics, in which NaN means "not measured".
+
+    They are the arrays that are themselves fields of a record of stabil's. Moments
+    are trees like the parameters: they lie deeper, and must be finite.
+    """
+    found: set[tuple[str, ...]] = set()
+
+    def visit(node: Any, prefix: tuple[str, ...]) -> None:
+        if _is_record(node):
+            for name, value in zip(node._fields, node, strict=True):
+                if hasattr(value, "dtype"):
+                    found.add((*prefix, name))
+                else:
+                    visit(value, (*prefix, name))
+            return
+        for path, leaf in jax.tree_util.tree_flatten_with_path(
+            node, is_leaf=_is_record
+        )[0]:
+            if _is_record(leaf):
+                visit(leaf, prefix + parts(path))
+
+    visit(state, ())
+    return found
+
+
 def to_disk(leaf: Leaf, value: Any) -> Any:
     """What Orbax is given for a leaf; later changes of a NumPy leaf do not reach it."""
     if leaf.kind == "empty":
@@ -163,7 +193,8 @@ def _fits(saved: Leaf, wanted: Leaf) -> bool:
     return False
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     shown = ", ".join(names[:_LISTED])
     return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
@@ -188,11 +219,11 @@ def compare(step: int, saved: list[Leaf], wanted: list[Leaf]) -> None:
         return
     text = f"needed a state with the leaves that step {step} was saved with"
     if missing:
-        text += f"; not in the checkpoint: {_listed(missing)}"
+        text += f"; not in the checkpoint: {listed(missing)}"
     if unexpected:
-        text += f"; only in the checkpoint: {_listed(unexpected)}"
+        text += f"; only in the checkpoint: {listed(unexpected)}"
     if differing:
-        text += f"; different: {_listed(differing)}"
+        text += f"; different: {listed(differing)}"
     raise StructureError(
         text
         + ". Nothing was cast or left out: build abstract_state from the model and "

@@ -34,6 +34,7 @@ class Snapshot:
     values: list[Any]
     pieces: list[Pieces | None]
     extra: str
+    statistics: set[tuple[str, ...]]
     tag: str = "pending"
 
     def nonfinite(self) -> list[str]:
@@ -42,6 +43,8 @@ class Snapshot:
         for leaf, value, pieces in zip(
             self.leaves, self.values, self.pieces, strict=True
         ):
+            if leaf.path in self.statistics:
+                continue
             if pieces is None:
                 count = leaf.dtype == "float" and not np.isfinite(value)
             else:
@@ -116,7 +119,8 @@ class Ring:
                     _copy(_shards(leaf, value), slot.pieces[n] if slot else None)
                 )
         other = [_not_array(x, v) for x, v in zip(leaves, values, strict=True)]
-        kept.append(Snapshot(step, leaves, other, pieces, json.dumps(extra or {})))
+        text, statistics = json.dumps(extra or {}), _leaves.statistics(state)
+        kept.append(Snapshot(step, leaves, other, pieces, text, statistics))
         self._kept = kept[-self._size :] if self._size else []
 
     def find(self, step: int) -> Snapshot | None:

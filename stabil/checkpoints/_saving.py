@@ -48,6 +48,7 @@ class Job:
             _manifest.python_value(x, v)
             for x, v in zip(self._leaves, values, strict=True)
         ]
+        self._statistics = _leaves.statistics(state)
         self._save_id = uuid.uuid4().hex
         self._digests = _manifest.hold(values)
         self._wait = _store.save(
@@ -90,7 +91,9 @@ class Job:
             "versions": _manifest.versions(),
             "extra": self._extra,
             "files": _manifest.files(path),
-            "leaves": _manifest.describe(self._leaves, self._python, digests),
+            "leaves": _manifest.describe(
+                self._leaves, self._python, digests, self._statistics
+            ),
         }
         _files.write_sealed(path / MANIFEST, manifest)
 

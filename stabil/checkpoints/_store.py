@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as v0
 from orbax.checkpoint import v1 as ocp
 
 from stabil.checkpoints import _leaves
@@ -110,6 +111,29 @@ def load_plain(path: pathlib.Path) -> Any:
     if metadata is None:
         raise DamagedError(f"{path} cannot be read: {problem}")
     return load(path, jax.tree.map(abstract, metadata))
+
+
+def load_foreign(item: pathlib.Path) -> Any:
+    """Reads an item that any Orbax since 0.5 wrote: NumPy arrays in dicts and lists.
+
+    Args:
+      item: the folder that holds `_METADATA`.
+    Raises:
+      DamagedError: Orbax could not read it.
+    """
+    with _no_abandoned_coroutines():
+        try:
+            with v0.PyTreeCheckpointer() as reader:
+                metadata = reader.metadata(str(item)).item_metadata.tree
+                as_arrays = jax.tree.map(
+                    lambda _: v0.RestoreArgs(restore_type=np.ndarray), metadata
+                )
+                arguments = v0.args.PyTreeRestore(restore_args=as_arrays)
+                return reader.restore(str(item), args=arguments)
+        except Exception as error:
+            problem = _innermost(error)
+        gc.collect()
+    raise DamagedError(f"{item} cannot be read: {problem}")
 
 
 def read(path: pathlib.Path, saved: list[_leaves.Leaf], abstract_state: Any) -> Any:

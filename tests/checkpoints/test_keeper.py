@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+import stabil
 from stabil.checkpoints import (
     DamagedError,
     Keeper,
@@ -304,6 +305,35 @@ def test_a_state_that_is_not_finite_is_never_healthy(tmp_path, level):
     keeper.save(2, {**bad, "a": {"w": jnp.ones(2)}, "loss": float("inf")}, force=True)
     keeper.wait()
     assert keeper.tag(2) == "suspect"
+
+
+@pytest.mark.parametrize("level", ["disk", "memory"])
+def test_a_statistic_that_was_not_measured_is_no_fault(tmp_path, level):
+    """A guard says NaN for what it has not seen; a NaN moment below it still counts."""
+    params = {"w": jnp.ones(3)}
+    state = {"opt_state": stabil.guard(optax.adamw(1e-3)).init(params)}
+    unmeasured = state["opt_state"].measures.loss
+    assert np.isnan(unmeasured)
+    keeper = Keeper(tmp_path)
+
+    def put(step, state):
+        if level == "memory":
+            return keeper.snapshot(step, state)
+        keeper.save(step, state, force=True)
+        return keeper.wait()
+
+    put(1, state)
+    assert keeper.mark(1, "healthy") == "healthy"
+    assert_same(keeper.restore(state).state, state)
+    ill = jax.tree.map(lambda x: x, state)
+    ill["opt_state"] = ill["opt_state"]._replace(
+        inner_state=jax.tree.map(
+            lambda x: x * jnp.nan if x.shape == (3,) else x,
+            state["opt_state"].inner_state,
+        )
+    )
+    put(2, ill)
+    assert keeper.mark(2, "healthy") == "suspect"
 
 
 # --- what it refuses ------------------------------------------------------------------
