@@ -10,7 +10,7 @@ import optax
 
 from stabil import _tree
 from stabil.transforms import _check, _leafwise, _leaves
-from stabil.transforms._on_verdict import asks, check_wrapper
+from stabil.transforms._on_verdict import asks, check_wrapper, sound
 from stabil.vocabulary import Cause, Controls, Severity, Verdict
 
 # Decay of the smoothed loss: a memory of ten steps hides the noise of one batch.
@@ -63,8 +63,9 @@ def backoff(
 
     The scale is this wrapper's own state and multiplies what `inner` returns, so that
     no schedule and no `optax.inject_hyperparams` undoes it, and a checkpoint keeps it.
-    `controls.learning_rate_scale` multiplies on top. An update of `inner` that is not
-    finite becomes 0 and leaves the state of `inner` as it was.
+    `controls.learning_rate_scale` multiplies on top. A gradient that is not finite
+    gives updates of 0 and leaves the state of `inner` as it was, unless `inner` holds a
+    `stabil.guard` or another part that answers it.
 
     Quiet gradients pass unchanged.
 
@@ -141,6 +142,7 @@ def backoff(
         controls: Controls | None = None,
         **extra: Any,
     ) -> tuple[Any, BackoffState]:
+        ok = sound(updates, state.inner_state)
         smooth, losses = _smoothed(state.loss, state.losses, loss)
         age = optax.safe_increment(state.age)
         scale = come_back(state.depth, age)
@@ -160,9 +162,7 @@ def backoff(
             updates, state.inner_state, params, **passed
         )
         leaves = _leaves.measured(updates)
-        ok = _leafwise.all_finite(leaves)
-        new = [_leafwise.scaled(total, u) for u in leaves]
-        new = [jnp.where(ok, u, jnp.zeros_like(u)) for u in new]
+        new = _leafwise.scaled(leaves, [total] * len(leaves), ok)
         return _leafwise.rebuild(updates, new), BackoffState(
             inner_state=_tree.select(ok, inner_state, state.inner_state),
             age=jnp.where(cut, 0, age),

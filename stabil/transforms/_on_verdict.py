@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from stabil.transforms import _leafwise
+from stabil.transforms._leaves import measured
+from stabil.transforms._skip import SkipRecord
 from stabil.vocabulary import Cause, Severity, Verdict
 
 
@@ -23,6 +26,20 @@ def check_wrapper(where: str, inner: Any, on: Any) -> None:
             f"{where}: needed a Severity, Causes or None for on, got {on!r}; write "
             "on=Severity.BLOCK or on=Cause.LOSS_SPIKE"
         )
+
+
+def sound(grads: Any, inner_state: Any) -> jax.Array:
+    """Whether `inner` may keep what it makes of this gradient; bool scalar.
+
+    True also for a gradient that is not finite when `inner` holds a guard, a clip or a
+    skip of stabil: it answers by itself, and its record of the step must stay.
+    """
+    stop = lambda node: isinstance(node, (Verdict, SkipRecord))  # noqa: E731
+    if any(map(stop, jax.tree.leaves(inner_state, is_leaf=stop))):
+        return jnp.ones([], bool)
+    # The gradient is asked and not the update: one more reader of the update would
+    # change how XLA fuses the step, and so last bits of an idle one.
+    return _leafwise.all_finite(measured(grads))
 
 
 def asks(

@@ -14,7 +14,7 @@ from stabil import _tree
 from stabil.transforms import _check, _leafwise, _leaves
 from stabil.transforms._find_moments import Moments, find_moments
 from stabil.transforms._moments import restart_arrays
-from stabil.transforms._on_verdict import asks, check_wrapper
+from stabil.transforms._on_verdict import asks, check_wrapper, sound
 from stabil.vocabulary import Cause, Controls, Severity, Verdict
 
 # How the usual level of a second moment follows it: freely while it fills, then by at
@@ -65,16 +65,18 @@ def reset_moments(
     the period is full; or the extra argument `verdict`, else the verdict of the step
     before in the state of `inner` (a `stabil.guard`), is at least `on` (a `Severity`)
     or shares a flag with it (`Cause`s). A verdict during a running warm-up belongs to
-    the same incident and is not answered again. An update of `inner` that is not finite
-    becomes 0 and leaves the state of `inner` as it was.
+    the same incident and is not answered again. A gradient that is not finite
+    gives updates of 0 and leaves the state of `inner` as it was, unless `inner` holds a
+    `stabil.guard` or another part that answers it.
 
     Quiet gradients pass unchanged.
 
-    Cost: one read of the second moments a step; a select over the moments. Place:
-    around the optimizer, inside or outside `stabil.guard`. Does not: touch copies of
-    parameters (schedule-free's `z`), Adagrad's sums, accumulated gradients. What looks
-    like a moment and was not placed is named by a `UserWarning` when `init` runs; say
-    with `names` what it is.
+    Cost: one read of the second moments and of the update a step. Place: around the
+    optimizer, inside or outside `stabil.guard`. Does not: touch copies of parameters
+    (schedule-free's `z`), Adagrad's sums, accumulated gradients. What looks like a
+    moment and was not placed is named by a `UserWarning` when `init` runs; say with
+    `names` what it is, `"kept"` also to leave a moment alone (`{"nu": "kept"}` restarts
+    first moments only).
 
     Args:
       inner: the optimizer.
@@ -109,7 +111,12 @@ def reset_moments(
     name = "reset_moments"
     check_wrapper(name, inner, on)
     _check.fraction(name, keep=keep)
-    _check.at_least(name, 1, warmup_steps=warmup_steps, every_steps=every_steps or 1)
+    _check.at_least(
+        name,
+        1,
+        warmup_steps=warmup_steps,
+        every_steps=1 if every_steps is None else every_steps,
+    )
     period = _leafwise.never(every_steps)
     inner = optax.with_extra_args_support(inner)
 
@@ -142,6 +149,7 @@ def reset_moments(
         verdict: Verdict | None = None,
         **extra: Any,
     ) -> tuple[Any, ResetMomentsState]:
+        ok = sound(updates, state.inner_state)
         template = updates if params is None else params
         paths = _tree.measured_names(template)
         if len(paths) != len(state.age):
@@ -157,8 +165,11 @@ def reset_moments(
         resting = (state.resets == 0) | (state.age >= warmup_steps - 1)
         flags |= resting & asks(verdict, state.inner_state, on)
         flags &= jnp.asarray([_leaves.matches(where, path) for path in paths], bool)
-        before = restart_arrays(
-            state.inner_state, found, flags, jnp.exp(state.log_level), keep
+        fills = jnp.exp(state.log_level)
+        before = _leafwise.when(
+            jnp.any(flags),
+            lambda inner: restart_arrays(inner, found, flags, fills, keep),
+            state.inner_state,
         )
         passed = dict(extra)
         if controls is not None:
@@ -170,11 +181,11 @@ def reset_moments(
         age = jnp.where(flags, 0, optax.safe_increment(state.age))
         resets = state.resets + flags.astype(jnp.int32)
         scale = _leafwise.warmup_scale(age, warmup_steps)
-        scale = dict(zip(paths, jnp.where(resets > 0, scale, 1.0), strict=True))
+        applied = jnp.where(resets > 0, scale, 1.0)
+        scale = dict(zip(paths, applied, strict=True))
         leaves = _leafwise.by_path(updates)
-        ok = _leafwise.all_finite(list(leaves.values()))
-        new = [_leafwise.scaled(scale[path], u) for path, u in leaves.items()]
-        new = [jnp.where(ok, u, jnp.zeros_like(u)) for u in new]
+        scales = [scale[path] for path in leaves]
+        new = _leafwise.scaled(list(leaves.values()), scales, ok)
         inner_state = _tree.select(ok, inner_state, before)
         return _leafwise.rebuild(updates, new), ResetMomentsState(
             inner_state=inner_state,
