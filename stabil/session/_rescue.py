@@ -8,6 +8,7 @@ import jax
 
 from stabil.policy import Action
 from stabil.session._agree import from_first
+from stabil.session._alike import Alike
 from stabil.session._data import Data
 from stabil.session._tags import HealthTags
 from stabil.telemetry import RunFolder
@@ -48,14 +49,14 @@ class Rescue:
         self.tags: Any = None
         if keeper is not None:
             self.tags = HealthTags(keeper, policy.healthy_after_steps)
-        self._template: Any = None
+        self._alike: Any = None  # `Alike` from `begin` on
         self.failed_saves_in_a_row = 0
 
     def begin(self, state: Any, data: Data) -> Return | None:
         """Saves the first state, or restores the newest healthy one of an older run."""
         if self.keeper is None:
             return None
-        self._template = jax.tree.map(_abstract, state)
+        self._alike = Alike(state)
         notes = from_first(self._folder.read(_NOTES))
         newest = from_first(self.keeper.newest_healthy())
         if newest is None:
@@ -65,9 +66,9 @@ class Rescue:
         if max(self.keeper.steps()) > newest:
             # What lies behind is not known to be healthy and would be in the way of
             # the next saves.
-            found = self.keeper.rollback(self._template, newest + 1, "resumed")
+            found = self.keeper.rollback(self._alike.template, newest + 1, "resumed")
         else:
-            found = self.keeper.restore(self._template)
+            found = self.keeper.restore(self._alike.template)
         saved = (found.extra or {}).get("session")
         for first, last in (notes or {}).get("windows", ()):
             data.skip(first, last)
@@ -81,7 +82,7 @@ class Rescue:
         known = [n["policy"] for n in (saved, notes) if n]
         if known:
             self._policy.set_state(max(known, key=lambda p: p["seen"]))
-        return Return(found.state, found.step)
+        return Return(self._alike(found.state), found.step)
 
     def is_due(self, step: int) -> bool:
         """Whether the keeper says that it would save now; False if it cannot say."""
@@ -123,13 +124,13 @@ class Rescue:
                 f"no healthy checkpoint from before step {numbers['event_step']}"
             )
         self.note(data, leaving=newest_index)
-        found = self.keeper.rollback(self._template, target + 1, action.reason)
+        found = self.keeper.rollback(self._alike.template, target + 1, action.reason)
         saved = (found.extra or {}).get("session")
         first = int(saved["data"]["position"]) if saved else newest_index
         last = newest_index + numbers["skip_more"]
         data.skip(first, last)
         self.tags.rolled_back(found.step)
-        return Return(found.state, found.step, (first, last))
+        return Return(self._alike(found.state), found.step, (first, last))
 
     def finish(self, healthy: bool) -> None:
         """Waits for the last save, and tags what the end of the run has proved."""
@@ -159,9 +160,3 @@ class Rescue:
     def _save(self, step: int, state: Any, data: Data, force: bool) -> bool:
         extra = {"data": data.get_state(), "policy": self._policy.get_state()}
         return self.keeper.save(step, state, extra={"session": extra}, force=force)
-
-
-def _abstract(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return leaf
