@@ -26,14 +26,14 @@ def probe(
     dict output `attn:weights`, an input `attn@input`. Integer tensors have no row.
 
     The statistics are computed in float32, in one read of each tensor, over its finite
-    entries. They reach the caller as a returned array, through a variable collection
-    of their own, so that they work in `jit`, `grad`, `vmap`, `nn.remat` and `nn.jit`.
-    `nn.scan` and `nn.vmap` must pass the collection on:
-    `variable_axes={"params": 0, stabil.probes.COLLECTION: 0}`; if they do not, a
-    warning names the modules that cannot be seen.
+    entries, and reach the caller as a returned array. It works inside and around
+    `jit`, `grad` and `vmap` (which adds a leading axis), and through `nn.jit`,
+    `nn.remat`, `nn.scan` (a row per layer), `nn.vmap` (one row over the mapped axis),
+    `nn.cond` (NaN where a branch was not taken), `nn.while_loop` (the last turn) and
+    `nn.custom_vjp`, as they are written.
 
     Does not: change the model's output, mutable collections, random numbers or
-    parameters by a bit; see integer outputs, or modules in a nested `apply`.
+    parameters by a bit; see integer outputs.
 
     Args:
       model: a Flax Linen module, not bound to variables.
@@ -44,7 +44,9 @@ def probe(
         absmax, mean, std, rms (the tensor's own unit; NaN where nothing is finite).
       every: steps between readings; only 1.
       inputs: whether to probe the arguments of the modules too.
-      backward: whether to probe cotangents too; only False.
+      backward: whether to name the cotangents too. They exist only where gradients are
+        taken: `stabil.collect(grad_fn, backward=True)` around a function that calls
+        `apply` reads them, as `block_0/mlp@grad`.
     Returns:
       An object with `apply`, `init` and `model`.
     Raises:
@@ -69,16 +71,15 @@ def probe(
     for name, value in (("inputs", inputs), ("backward", backward)):
         if not isinstance(value, bool):
             raise TypeError(f"needed `{name}` as True or False, got {value!r}")
-    if backward:
-        raise ValueError(
-            "needed backward=False: a probed apply sees the forward pass alone, got "
-            "backward=True; read the gradients of the loss with respect to its inputs"
-        )
     if every != 1:
         raise ValueError(
             f"needed every=1, got {every!r}; to probe every k-th step, compile one "
             "train step with the probe and one without, and choose by the step number"
         )
     return LinenProbe(
-        model, _select.as_patterns(where), _statistics.columns(stats), inputs
+        model,
+        _select.as_patterns(where),
+        _statistics.columns(stats),
+        inputs,
+        backward,
     )

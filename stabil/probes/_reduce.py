@@ -34,7 +34,6 @@ def groups_of(statistics: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in SUMS if name in needed)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
 def measure(x: jax.Array, statistics: tuple[str, ...]) -> jax.Array:
     """Statistics of one tensor, in one read of it.
 
@@ -52,30 +51,84 @@ def measure(x: jax.Array, statistics: tuple[str, ...]) -> jax.Array:
       >>> print(measure(jnp.array([3.0, -4.0, jnp.nan, 0.0]), ("nan_count", "absmax")))
       [1. 4.]
     """
-    n, parts = partials(lax.stop_gradient(x), groups_of(statistics))
-    return finish(n, parts, statistics)
+    groups = groups_of(statistics)
+    return finish(conclude(accumulate(x, groups)[None], groups)[0], statistics)
 
 
-def finish(n: jax.Array, parts: Parts, statistics: tuple[str, ...]) -> jax.Array:
-    """Statistics from merged quantities, float32 `[..., statistics]`."""
+def finish(packed: jax.Array, statistics: tuple[str, ...]) -> jax.Array:
+    """Statistics from packed quantities, float32 `[..., statistics]`."""
+    n, parts = unpack(packed, groups_of(statistics))
     values = [STATISTICS[s].finish(n, parts) for s in statistics]
     return jnp.stack(values, axis=-1)
 
 
-def partials(x: jax.Array, groups: tuple[str, ...]) -> tuple[jax.Array, Parts]:
-    """Number of finite elements and the merged quantities of each group, scalars."""
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
+    """The pass over a tensor: what its rows add up to.
+
+    Returns:
+      float32 `[2 + terms, rows]`: finite entries, pilot, then the accumulators of the
+      terms of `groups`.
+    """
+    x = lax.stop_gradient(x)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-2 if x.ndim else -1)
-    pieces = [_rows(p, groups) for p in _as_rows(x) if p.size]
+    pieces = [_row_sums(rows, groups) for rows in _as_rows(x) if rows.size]
     if not pieces:
-        pieces = [_rows(jnp.full((1, 1), jnp.nan, x.dtype), groups)]
-        pieces = [(n, {**q, "nan": (jnp.zeros_like(n),)}) for n, q in pieces]
-    n = jnp.concatenate([p[0] for p in pieces])
-    parts = {
-        g: tuple(map(jnp.concatenate, zip(*(p[1][g] for p in pieces), strict=True)))
-        for g in groups
-    }
-    return merge(n, parts)
+        return _nothing(groups)
+    return jnp.concatenate(pieces, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def conclude(sums: jax.Array, groups: tuple[str, ...]) -> jax.Array:
+    """What the sums of rows tell of each of several tensors with as many rows.
+
+    Args:
+      sums: float32 `[tensors, 2 + terms, rows]`, each tensor from `accumulate`.
+      groups: as there.
+    Returns:
+      float32 `[tensors, width]`, packed quantities.
+    """
+    n, pilot, *terms = jnp.moveaxis(sums, (1, 2), (0, 1))
+    parts, at = {}, 0
+    for g in groups:
+        after = at + len(SUMS[g].terms)
+        parts[g] = SUMS[g].settle(Row(n, pilot), tuple(terms[at:after]))
+        at = after
+    return pack(*merge(n, parts))
+
+
+def pack(n: jax.Array, parts: Parts) -> jax.Array:
+    """Count and quantities stacked along a new last axis, groups in `SUMS` order."""
+    flat = [q for name in SUMS if name in parts for q in parts[name]]
+    return jnp.stack([n, *flat], axis=-1)
+
+
+def unpack(packed: jax.Array, groups: tuple[str, ...]) -> tuple[jax.Array, Parts]:
+    """The inverse of `pack`."""
+    parts, at = {}, 1
+    for g in groups:
+        width = SUMS[g].width
+        parts[g] = tuple(packed[..., at + i] for i in range(width))
+        at += width
+    return packed[..., 0], parts
+
+
+def nothing(groups: tuple[str, ...]) -> jax.Array:
+    """Packed quantities of a tensor without entries; merging it changes nothing."""
+    return conclude(_nothing(groups)[None], groups)[0]
+
+
+def _nothing(groups: tuple[str, ...]) -> jax.Array:
+    start = [_START[t.combine] for g in groups for t in SUMS[g].terms]
+    return jnp.array([0.0, 0.0, *start], jnp.float32)[:, None]
+
+
+def merge_packed(packed: jax.Array, groups: tuple[str, ...]) -> jax.Array:
+    """`merge` over the first axis of packed quantities; NaN parts did not run."""
+    ran = ~jnp.isnan(packed[..., :1])
+    n, parts = unpack(jnp.where(ran, packed, nothing(groups)), groups)
+    return jnp.where(jnp.any(ran, axis=0), pack(*merge(n, parts)), jnp.nan)
 
 
 def merge(n: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
@@ -107,11 +160,12 @@ def _as_rows(x: jax.Array) -> list[jax.Array]:
     return [x[:, :body].reshape(-1, 4096), x[:, body:]]
 
 
-def _rows(x: jax.Array, groups: tuple[str, ...]) -> tuple[jax.Array, Parts]:
-    """Finite count and settled quantities of each row of a matrix."""
+def _row_sums(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
+    """What `accumulate` returns, of a matrix that is no larger than it should be."""
     raw = x.astype(jnp.float32)
     finite = jnp.isfinite(raw)
-    pilot = _pilot(raw, finite)
+    shifted = any(SUMS[g].shifted for g in groups)
+    pilot = _pilot(raw, finite) if shifted else jnp.zeros_like(raw[:, 0])
     value = jnp.where(finite, raw, 0)
     e = Elements(raw, finite, value, jnp.where(finite, raw - pilot[:, None], 0))
     terms: list[Term] = [t for g in groups for t in SUMS[g].terms]
@@ -122,13 +176,8 @@ def _rows(x: jax.Array, groups: tuple[str, ...]) -> tuple[jax.Array, Parts]:
 
     start = tuple(jnp.float32(_START[t.combine]) for t in terms)
     sums = lax.reduce(tuple(t.of(e) for t in terms), start, combine, (1,))
-    by_group, at = {}, 0
-    for g in groups:
-        by_group[g] = sums[at : at + len(SUMS[g].terms)]
-        at += len(SUMS[g].terms)
-    n = raw.shape[1] - by_group["nan"][0] - by_group["inf"][0]
-    row = Row(n, pilot)
-    return n, {g: SUMS[g].settle(row, q) for g, q in by_group.items()}
+    # The counts of NaN and Inf come first: see `groups_of`.
+    return jnp.stack([x.shape[1] - sums[0] - sums[1], pilot, *sums])
 
 
 def _pilot(raw: jax.Array, finite: jax.Array) -> jax.Array:

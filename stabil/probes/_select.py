@@ -29,8 +29,8 @@ def as_patterns(where: str | tuple[str, ...]) -> tuple[str, ...]:
     ):
         raise TypeError(
             "needed `where` as a glob over slash paths or a tuple of globs, got "
-            f"{where!r}; write for example where='**/mlp*', or where='**' for every "
-            "module"
+            f"{where!r}; write for example where='**/mlp*', or where='**' for "
+            "everything"
         )
     return tuple(patterns)
 
@@ -70,7 +70,7 @@ def require_matches(patterns: Iterable[str], places: Iterable[tuple[str, ...]]) 
             shown = ", ".join(paths[:20]) or "none"
             more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""
             raise ValueError(
-                "needed `where` patterns that match a module that was called, got "
-                f"{pattern!r}; modules called: {shown}{more}; write for example "
-                "where='**/mlp*', or where='**' for every module"
+                "needed `where` patterns that match a place in the program, got "
+                f"{pattern!r}; places: {shown}{more}; write for example "
+                "where='**/mlp*', or where='**' for everything"
             )

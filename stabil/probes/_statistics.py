@@ -80,11 +80,15 @@ class Sums:
       merge: from weights `[parts, ...]` (each part's share of the finite elements,
         summing to 1 over axis 0, or all 0) and the quantities `[parts, ...]` to the
         quantities of the whole `[...]`.
+      width: number of quantities.
+      shifted: whether a term reads `Elements.shifted`.
     """
 
     terms: tuple[Term, ...]
     settle: Callable[[Row, Quantities], Quantities]
     merge: Callable[[jax.Array, Quantities], Quantities]
+    width: int = 1
+    shifted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +218,8 @@ SUMS: dict[str, Sums] = {
         (Term(lambda e: e.shifted * SUM_DOWN, "add"), *_shifted),
         _settle_moments,
         _merge_moments,
+        width=2,
+        shifted=True,
     ),
 }
 

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from stabil.probes import COLLECTION, probe
+from stabil.probes import collect, probe
 
 X = np.random.default_rng(7).normal(size=(4, 8)).astype(np.float32)
-LIFTED = {"params": 0, COLLECTION: 0}
-BLOCK = ("RMSNorm_0", "up", "down")
+LIFTED = {"params": 0}
+BLOCK = ("up", "down")
 
 
 class Block(nn.Module):
@@ -23,8 +23,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        h = nn.RMSNorm(dtype=self.dtype)(x)
-        h = nn.relu(nn.Dense(16, name="up", dtype=self.dtype)(h))
+        h = nn.relu(nn.Dense(16, name="up", dtype=self.dtype)(x))
         return x + nn.Dense(x.shape[-1], name="down", dtype=self.dtype)(h)
 
 
@@ -69,13 +68,65 @@ def _experts(_, x):
     return lifted(name="experts")(x)
 
 
+def _negative(variables):
+    return jax.tree.map(jnp.negative, variables)
+
+
+class Branches(nn.Module):
+    """Different modules on the two sides of a condition."""
+
+    def setup(self):
+        self.first = nn.Dense(8)
+        self.second = nn.Dense(8)
+
+    def __call__(self, x):
+        if self.is_initializing():
+            return self.first(x) + self.second(x)
+        return nn.cond(
+            x[0, 0] > 0,
+            lambda m, x: m.first(x),
+            lambda m, x: m.second(m.second(x)),
+            self,
+            x,
+        )
+
+
+class CustomGradient(nn.Module):
+    """A module with a derivative rule of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        def forward(module, x):
+            return nn.vjp(lambda m, x: m(x), module, x)
+
+        def backward(vjp, g):
+            grads, g = vjp(g)
+            return jax.tree.map(lambda v: 2 * v, grads), g
+
+        rule = nn.custom_vjp(lambda m, x: m(x), forward, backward)
+        return rule(nn.Dense(8), x)
+
+
+class Nested(nn.Module):
+    """A functional apply inside a module."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = Block(parent=None)
+        return block.apply(self.param("inner", lambda key: block.init(key, x)), x)
+
+
+class Remat(nn.Module):
+    """A checkpointed method."""
+
+    @nn.remat
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(x)
+
+
 TWO = (*(f"b0/{n}" for n in BLOCK), "b0", *(f"b1/{n}" for n in BLOCK), "b1", "Net")
 TWICE = (*(f"b/{n}" for n in BLOCK), "b", *(f"b/{n}#2" for n in BLOCK), "b#2", "Net")
-
-
-def _rows(prefix, indices, own=True):
-    per = tuple(f"{prefix}/{n}" for n in BLOCK) + ((prefix,) if own else ())
-    return tuple(f"{name}[{i}]" for i in indices for name in per)
 
 
 def _layers():
@@ -83,7 +134,12 @@ def _layers():
     return (*(f"{name}[{i}]" for i in range(3) for name in per), "Net")
 
 
-REMAT_SCAN = _rows("r", ["0,0", "0,1", "1,0", "1,1"])
+REMAT_SCAN = tuple(
+    f"{name}[{i},{j}]"
+    for i in range(2)
+    for j in range(2)
+    for name in (*(f"r/{n}" for n in BLOCK), "r")
+)
 MODELS = {
     "plain": (_two(Block), TWO),
     "jit": (_two(nn.jit(Block)), TWO),
@@ -103,8 +159,37 @@ MODELS = {
         Net(lambda _, x: nn.remat_scan(Block, lengths=(2, 2))(name="r")(x)),
         (*REMAT_SCAN, "Net"),
     ),
-    "vmap": (Net(_experts), (*_rows("experts", range(4)), "Net")),
+    "vmap": (
+        Net(_experts),
+        (*(f"experts/{n}" for n in BLOCK), "experts", "Net"),
+    ),
+    "cond": (Branches(), ("second", "second#2", "first", "Branches")),
+    "custom_vjp": (CustomGradient(), ("Dense_0", "CustomGradient")),
+    "nested apply": (
+        Nested(),
+        (*(f"Nested/Block/{n}" for n in BLOCK), "Nested/Block", "Nested"),
+    ),
+    "map_variables": (
+        Net(
+            lambda _, x: nn.map_variables(Block, "params", _negative, init=True)(
+                name="b"
+            )(x)
+        ),
+        (*(f"b/{n}" for n in BLOCK), "b", "Net"),
+    ),
+    "checkpointed method": (Remat(), ("Dense_0", "Remat")),
 }
+
+
+def _variables(model, *args):
+    """Variables of the right shapes, without compiling the initialiser."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *(args or (X,)))
+    rng = np.random.default_rng(3)
+
+    def draw(s):
+        return jnp.asarray(rng.normal(size=s.shape) * s.shape[-1] ** -0.5, s.dtype)
+
+    return jax.tree.map(draw, shapes)
 
 
 def _assert_same(got, want):
@@ -124,8 +209,7 @@ def _loss(apply, variables, x):
 def test_rows_and_bits_through_every_wrapper(name):
     model, names = MODELS[name]
     probed = probe(model)
-    variables = jax.jit(model.init)(jax.random.key(1), X)
-    _assert_same(jax.jit(probed.init)(jax.random.key(1), X), variables)
+    variables = _variables(model)
 
     def run(apply):
         grad = jax.value_and_grad(lambda v, x: _loss(apply, v, x), has_aux=True)
@@ -141,11 +225,20 @@ def test_rows_and_bits_through_every_wrapper(name):
     y = np.asarray(model.apply(variables, X), np.float64)
     last = [0, 0, np.abs(y).max(), np.sqrt(np.mean(y**2))]
     np.testing.assert_allclose(readings.values[-1], last, rtol=1e-5)
+    idle = [n for n, c in zip(names, readings["nan_count"], strict=True) if c != 0]
+    assert idle == (["second", "second#2"] if name == "cond" else [])
+
+
+def test_init_is_the_models_own():
+    model, key = MODELS["scan"][0], jax.random.key(5)
+    want = jax.jit(model.init)(key, X)
+    _assert_same(jax.jit(probe(model).init)(key, X), want)
+    assert set(want) == {"params"}
 
 
 def test_rows_hold_the_statistics_of_the_outputs():
     model, names = MODELS["plain"]
-    variables = jax.jit(model.init)(jax.random.key(1), X)
+    variables = _variables(model)
     keep = jax.jit(lambda v: model.apply(v, X, capture_intermediates=True)[1])
     kept = keep(variables)
     _, readings = jax.jit(probe(model, stats="all").apply)(variables, X)
@@ -161,7 +254,7 @@ def test_rows_hold_the_statistics_of_the_outputs():
 
 def test_layers_of_a_scan_are_told_apart():
     model, _ = MODELS["scan"]
-    variables = jax.jit(model.init)(jax.random.key(1), X)
+    variables = _variables(model)
     spoilt = jax.tree.map(lambda x: x, variables)
     kernel = spoilt["params"]["layers"]["block"]["up"]["kernel"]
     spoilt["params"]["layers"]["block"]["up"]["kernel"] = kernel.at[1, 0, 0].set(
@@ -173,8 +266,14 @@ def test_layers_of_a_scan_are_told_apart():
     assert "layers/block/up[0]" not in bad
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("wrap", [lambda b: b, nn.remat])
+@pytest.mark.parametrize(
+    ("dtype", "wrap"),
+    [
+        (jnp.float32, lambda block: block),
+        (jnp.bfloat16, nn.remat),
+        (jnp.float16, lambda block: block),
+    ],
+)
 def test_training_is_bit_identical(dtype, wrap):
     block = wrap(Block)
     model = Net(lambda _, x: block(dtype, name="b1")(block(dtype, name="b0")(x)))
@@ -195,7 +294,7 @@ def test_training_is_bit_identical(dtype, wrap):
 
         @jax.jit
         def run():
-            params = jax.jit(model.init)(jax.random.key(1), X)
+            params = _variables(model)
             return jax.lax.scan(step, (params, tx.init(params)), None, length=5)
 
         return run()
@@ -259,14 +358,14 @@ def test_another_method_and_inputs():
     assert readings.names == ("Rich.encode:h", "Rich.encode:pair/0")
     dense = nn.Dense(3)
     probed = probe(dense, inputs=True)
-    _, readings = probed.apply(dense.init(jax.random.key(0), X), X)
+    _, readings = probed.apply(_variables(dense), X)
     assert readings.names == ("Dense@input", "Dense")
     np.testing.assert_allclose(readings["absmax"][0], np.abs(X).max())
 
 
-def test_collection_never_reaches_the_caller_or_grows():
+def test_nothing_is_left_in_the_variables_and_nothing_retraces():
     model, _ = MODELS["scan"]
-    variables = jax.jit(model.init)(jax.random.key(1), X)
+    variables = _variables(model)
     assert set(variables) == {"params"}
     probed, traces = probe(model), []
 
@@ -278,17 +377,14 @@ def test_collection_never_reaches_the_caller_or_grows():
 
     for _ in range(4):
         _, variables, readings = step(variables, X)
-        assert readings.values.shape == (16, 4)
+        assert readings.values.shape == (13, 4)
     assert len(traces) == 1
     assert set(variables) == {"params"}
-    fed_back = {**variables, COLLECTION: {"layers": {"stale": jnp.ones(3)}}}
-    _, readings = jax.jit(probed.apply)(fed_back, X)
-    assert readings.values.shape == (16, 4)
 
 
 def test_two_probes_do_not_share_a_trace():
     model, names = MODELS["jit"]
-    variables = jax.jit(model.init)(jax.random.key(1), X)
+    variables = _variables(model)
     absmax = probe(model, stats="absmax")
     moments = probe(model, stats=("std", "mean"), where="b1/**")
     jax.jit(model.apply)(variables, X)
@@ -296,14 +392,14 @@ def test_two_probes_do_not_share_a_trace():
     _, second = jax.jit(moments.apply)(variables, X)
     _, again = jax.jit(lambda v, x: absmax.apply(v, x))(variables, X)
     assert first.names == names and first.statistics == ("absmax",)
-    assert second.names == names[4:8] and second.statistics == ("mean", "std")
+    assert second.names == names[3:6] and second.statistics == ("mean", "std")
     assert again.names == names
     np.testing.assert_array_equal(first.values, again.values)
 
 
 def test_vmap_of_apply_adds_an_axis():
     model, names = MODELS["plain"]
-    variables = jax.jit(model.init)(jax.random.key(1), X)
+    variables = _variables(model)
     probed = probe(model)
     _, readings = jax.vmap(probed.apply, in_axes=(None, 0))(variables, X[:, None])
     assert readings.values.shape == (4, len(names), 4)
@@ -325,25 +421,64 @@ def test_super_call_is_one_row():
     np.testing.assert_allclose(readings["absmax"][-1], jnp.abs(y).max())
 
 
-def _reason(names):
-    return (
-        f"no statistics per layer from {names}: they run inside a lifted transform "
-        "(nn.scan, nn.vmap, nn.while_loop) that does not pass on the collection "
-        "'stabil_probes', or in an apply inside another module; add it to the "
-        "transform, for example nn.scan(..., variable_axes={'params': 0, "
-        "'stabil_probes': 0})"
-    )
+class Loop(nn.Module):
+    """A while loop around a module."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(8, kernel_init=nn.initializers.constant(0.25))
+        if self.is_initializing():
+            return dense(x)
+
+        def turn(module, carry):
+            return carry[0] + 1, module(carry[1])
+
+        start = (jnp.zeros([], jnp.int32), x)
+        return nn.while_loop(lambda _, c: c[0] < 3, turn, dense, start)[1]
 
 
-def test_modules_that_cannot_be_seen_are_named():
-    scan = _scan(Layer, axes={"params": 0})
-    model = Net(lambda _, x: scan(name="layers")(x, None)[0])
-    variables = jax.jit(model.init)(jax.random.key(1), X)
-    probed = probe(model, where=("**/up", "Net"))
-    text = _reason("layers/block/up")
-    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
-        _, readings = jax.jit(probed.apply)(variables, X)
-    assert readings.names == ("Net",)
+def test_while_loop_tells_its_last_turn():
+    variables = _variables(Loop())
+    y, readings = jax.jit(probe(Loop()).apply)(variables, X)
+    assert readings.names == ("Dense_0", "Loop")
+    np.testing.assert_array_equal(readings.values[0], readings.values[1])
+    np.testing.assert_allclose(readings["absmax"][0], np.abs(y).max())
+
+
+def test_a_scan_over_time_is_one_row():
+    model = nn.RNN(nn.SimpleCell(4))
+    x = np.random.default_rng(0).normal(size=(1, 130, 3)).astype(np.float32)
+    variables = _variables(model, x)
+    probed = probe(model, where="cell", stats="all")
+    y, readings = jax.jit(probed.apply)(variables, x)
+    assert readings.names == ("cell:0", "cell:1")
+    want = [y.min(), y.max(), np.abs(y).max(), y.mean(), y.std()]
+    np.testing.assert_allclose(readings.values[1, 3:8], want, rtol=2e-5)
+
+
+def test_cotangents_through_collect():
+    model, _ = MODELS["scan of remat"]
+    variables = _variables(model)
+    probed = probe(model, where=("layers", "Net"), backward=True)
+
+    def loss(variables, shift):
+        y, readings = probed.apply(variables, X)
+        return jnp.sum((y + shift) ** 2), readings
+
+    def step(apply):
+        grad = jax.value_and_grad(apply, has_aux=True)
+        return grad(variables, jnp.zeros_like(X))
+
+    (value, inner), grads = jax.jit(lambda: step(loss))()
+    collected = collect(step, stats="all", backward=True)
+    ((again, _), same), readings = jax.jit(lambda: collected(loss))()
+    _assert_same((again, same), (value, grads))
+    forward = ("layers[0]", "layers[1]", "layers[2]", "Net")
+    assert inner.names == forward
+    backward = tuple(f"{name}@grad" for name in reversed(forward))
+    assert readings.names == forward + backward
+    y = np.asarray(model.apply(variables, X))
+    np.testing.assert_allclose(readings["absmax"][4], 2 * np.abs(y).max(), rtol=1e-5)
 
 
 def test_no_float_output_gives_no_row():
@@ -357,12 +492,12 @@ def test_no_float_output_gives_no_row():
 
 def test_pattern_that_matches_nothing():
     model, _ = MODELS["plain"]
-    variables = jax.jit(model.init)(jax.random.key(1), X)
+    variables = _variables(model)
     text = (
-        "needed `where` patterns that match a module that was called, got "
-        "'**/attention'; modules called: b0/RMSNorm_0, b0/up, b0/down, b0, "
-        "b1/RMSNorm_0, b1/up, b1/down, b1, Net; write for example where='**/mlp*', "
-        "or where='**' for every module"
+        "needed `where` patterns that match a place in the program, got "
+        "'**/attention'; places: b0/up, b0/down, b0, "
+        "b1/up, b1/down, b1, Net; write for example where='**/mlp*', "
+        "or where='**' for everything"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         probe(model, where=("b0", "**/attention")).apply(variables, X)

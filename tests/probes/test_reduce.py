@@ -162,9 +162,20 @@ def test_merging_parts_is_exact(rng):
     x = rng.normal(size=(6, 40)).astype(np.float32) * 1e3 + 5e3
     x[2] = np.nan
     groups = _reduce.groups_of(ALL)
-    n, parts = jax.vmap(lambda row: _reduce.partials(row, groups))(jnp.asarray(x))
-    whole = _reduce.finish(*_reduce.merge(n, parts), ALL)
-    assert_close(whole, reference(x))
+
+    @jax.jit
+    def run(x):
+        rows = jnp.stack([_reduce.accumulate(row, groups) for row in x])
+        packed = _reduce.conclude(rows, groups)
+        none = jnp.full([1, packed.shape[1]], jnp.nan)
+        # A part that did not run, and one without entries, change nothing.
+        more = jnp.concatenate([packed, none, _reduce.nothing(groups)[None]])
+        return [_reduce.merge_packed(p, groups) for p in (packed, more, none)]
+
+    whole, again, none = run(jnp.asarray(x))
+    assert_close(_reduce.finish(whole, ALL), reference(x))
+    np.testing.assert_array_equal(again, whole)
+    assert np.isnan(none).all()
 
 
 def test_works_under_vmap_and_has_no_gradient():

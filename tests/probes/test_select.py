@@ -39,7 +39,7 @@ def test_glob(pattern, path, expected):
 def test_refuses_what_is_no_glob(where):
     text = (
         "needed `where` as a glob over slash paths or a tuple of globs, got "
-        f"{where!r}; write for example where='**/mlp*', or where='**' for every module"
+        f"{where!r}; write for example where='**/mlp*', or where='**' for everything"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         _select.as_patterns(where)
@@ -48,9 +48,9 @@ def test_refuses_what_is_no_glob(where):
 def test_a_pattern_without_a_match_lists_what_exists():
     places = [(f"layer_{i}",) for i in range(23)]
     text = (
-        "needed `where` patterns that match a module that was called, got 'mlp'; "
-        f"modules called: {', '.join(f'layer_{i}' for i in range(20))} and 3 more; "
-        "write for example where='**/mlp*', or where='**' for every module"
+        "needed `where` patterns that match a place in the program, got 'mlp'; "
+        f"places: {', '.join(f'layer_{i}' for i in range(20))} and 3 more; "
+        "write for example where='**/mlp*', or where='**' for everything"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         _select.require_matches(("layer_2", "mlp"), places)
