@@ -12,6 +12,9 @@ from stabil.checkpoints._offline import list_steps as list_steps
 from stabil.checkpoints._offline import mark as mark
 from stabil.checkpoints._offline import rollback as rollback
 from stabil.checkpoints._offline import verify as verify
+from stabil.checkpoints._repair import Repaired as Repaired
+from stabil.checkpoints._repair import merge_neighbours as merge_neighbours
+from stabil.checkpoints._repair import repair_layer as repair_layer
 from stabil.checkpoints._restoring import Restored as Restored
 
 __all__ = [
@@ -19,6 +22,7 @@ __all__ = [
     "Keeper",
     "NoHealthyStepError",
     "NotARunFolderError",
+    "Repaired",
     "Restored",
     "SaveFailedError",
     "StepInfo",
@@ -26,6 +30,8 @@ __all__ = [
     "Verified",
     "list_steps",
     "mark",
+    "merge_neighbours",
+    "repair_layer",
     "rollback",
     "verify",
 ]
