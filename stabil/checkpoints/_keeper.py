@@ -9,7 +9,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from stabil.checkpoints import _adopting, _offline, _points, _restoring, _rollback
+from stabil.checkpoints import (
+    _adopting,
+    _manifest,
+    _offline,
+    _points,
+    _restoring,
+    _rollback,
+)
 from stabil.checkpoints._cadence import Cadence
 from stabil.checkpoints._errors import DamagedError
 from stabil.checkpoints._folder import Folder
@@ -37,6 +44,9 @@ class Keeper:
       keep_quarantined: steps to keep of those that rollbacks set aside; >= 0.
       compress: compress arrays with zstd: about a tenth smaller, two to three times
         slower to save on few cores.
+      config: JSON-able and kept with every step, for example the hyperparameters and
+        the commit of the code; what differs at a restore is told in its notes, as are
+        versions of libraries.
     Attributes:
       directory: the folder, absolute.
       save_every: as given.
@@ -65,6 +75,7 @@ class Keeper:
         keep_in_memory: int = 2,
         keep_quarantined: int = 5,
         compress: bool = False,
+        config: dict[str, Any] | None = None,
     ):
         for name, value, least in (
             ("keep_last", keep_last, 1),
@@ -81,6 +92,7 @@ class Keeper:
                 "needed save_every_minutes > 0, or None to count steps alone, got "
                 f"{save_every_minutes!r}"
             )
+        self._config = _as_json(config, "config")
         self._folder = Folder(directory, create=True)
         self.directory, self.save_every = self._folder.root, save_every
         self._saver = Saver(
@@ -88,6 +100,7 @@ class Keeper:
             keep_last=keep_last,
             keep_quarantined=keep_quarantined,
             compress=compress,
+            config=self._config,
         )
         self._lock = self._saver.lock
         self._cadence = Cadence(save_every, save_every_minutes)
@@ -357,7 +370,9 @@ class Keeper:
             raise FileNotFoundError(f"needed a folder to adopt, got {place}")
         found = _adopting.adopt(place, state, may_start_fresh, step)
         self._folder.log("adopted", path=str(place), notes=list(found.notes))
-        return self._stand_on(found, [])
+        self._saver.base = found.step
+        self._cadence.saved(found.step)
+        return found
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Every rollback of this run, oldest first: target, before, reason, extra."""
@@ -366,6 +381,9 @@ class Keeper:
     def _stand_on(self, restored: Restored, notes: list[str]) -> Restored:
         self._saver.base = restored.step
         self._cadence.saved(restored.step)
+        if restored.source == "disk":
+            manifest = self._folder.manifest(restored.step)
+            notes = [*notes, *_manifest.differences(manifest, self._config)]
         return _restoring.with_notes(restored, notes)
 
 
@@ -379,11 +397,11 @@ def _whole_number(step: Any) -> int:
     return number
 
 
-def _as_json(extra: dict[str, Any] | None) -> dict[str, Any]:
+def _as_json(value: dict[str, Any] | None, name: str = "extra") -> dict[str, Any]:
     try:
-        copied = json.loads(json.dumps(extra or {}))
+        copied = json.loads(json.dumps(value or {}))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"needed extra as a JSON-able dict, got: {error}") from error
+        raise TypeError(f"needed {name} as a JSON-able dict, got: {error}") from error
     if not isinstance(copied, dict):
-        raise TypeError(f"needed extra as a JSON-able dict, got {extra!r}")
+        raise TypeError(f"needed {name} as a JSON-able dict, got {value!r}")
     return copied

@@ -149,6 +149,29 @@ def nonfinite(manifest: dict[str, Any]) -> list[str]:
     ]
 
 
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(config, dict):
+        return {prefix: config}
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= _flat(value, f"{prefix}/{key}" if prefix else str(key))
+    return found
+
+
+def differences(manifest: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """What is not as it was when the step was saved: versions and configuration."""
+    found = []
+    for what, old, new in (
+        ("version of", manifest.get("versions", {}), versions()),
+        ("config", _flat(manifest.get("config", {})), _flat(config)),
+    ):
+        for name in sorted({*old, *new} - {""}):
+            before, now = old.get(name, "absent"), new.get(name, "absent")
+            if before != now:
+                found.append(f"{what} {name}: {before} when saved, {now} now")
+    return found
+
+
 def files(path: pathlib.Path) -> dict[str, list[Any]]:
     """Size in bytes and checksum of every file of a step that is not ours.
 

@@ -19,6 +19,7 @@ class Saver:
       keep_last: healthy steps to keep.
       keep_quarantined: quarantined steps to keep.
       compress: compress arrays.
+      config: kept with every step.
 
     Attributes:
       lock: held by whoever changes tags or the list of steps; the background does too.
@@ -26,13 +27,19 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Folder, *, keep_last: int, keep_quarantined: int, compress: bool
+        self,
+        folder: Folder,
+        *,
+        keep_last: int,
+        keep_quarantined: int,
+        compress: bool,
+        config: dict[str, Any],
     ):
         self.lock = threading.RLock()
         self.base: int | None = None
         self._folder = folder
         self._keep_last, self._keep_quarantined = keep_last, keep_quarantined
-        self._compress = compress
+        self._compress, self._config = compress, config
         self._job: Job | None = None
         self._before_job: int | None = None
         self._marks: list[tuple[str, str, str]] = []
@@ -56,6 +63,7 @@ class Saver:
                     step,
                     state,
                     extra=extra,
+                    config=self._config,
                     compress=self._compress,
                     then=self._landed,
                 )

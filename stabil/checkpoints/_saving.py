@@ -19,6 +19,7 @@ class Job:
       step: its number; no folder of that name may exist.
       state: any pytree; may be donated as soon as this returns.
       extra: JSON-able.
+      config: JSON-able.
       compress: whether Orbax compresses arrays.
       then: called in the background with the step's number once it is whole.
 
@@ -34,12 +35,14 @@ class Job:
         state: Any,
         *,
         extra: dict[str, Any],
+        config: dict[str, Any],
         compress: bool,
         then: Callable[[int], None],
     ):
         self.step = step
         self.error: BaseException | None = None
-        self._folder, self._extra, self._then = folder, extra, then
+        self._folder, self._then = folder, then
+        self._extra, self._config = extra, config
         self._leaves, values, treedef = _leaves.flatten(state)
         values = [
             _leaves.to_disk(x, v) for x, v in zip(self._leaves, values, strict=True)
@@ -89,6 +92,7 @@ class Job:
             "save_id": self._save_id,
             "time": _files.utc_now(),
             "versions": _manifest.versions(),
+            "config": self._config,
             "extra": self._extra,
             "files": _manifest.files(path),
             "leaves": _manifest.describe(

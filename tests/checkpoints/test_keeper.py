@@ -27,6 +27,7 @@ from stabil.checkpoints import (
     NotARunFolderError,
     SaveFailedError,
     StructureError,
+    _manifest,
     _points,
     _store,
 )
@@ -236,6 +237,22 @@ def test_a_numpy_leaf_may_change_after_the_save(tmp_path):
     x += 1
     keeper.wait()
     assert keeper.restore({"x": x}, step=1).state["x"].max() == 0
+
+
+def test_what_changed_since_the_save_is_said(tmp_path, monkeypatch):
+    config = {"optimizer": {"learning_rate": 0.1, "name": "adamw"}, "commit": "1a2b"}
+    with Keeper(tmp_path, config=config) as keeper:
+        fill(keeper, ["healthy"])
+    versions = {**_manifest.versions(), "optax": "0.9.9"}
+    monkeypatch.setattr(_manifest, "versions", lambda: versions)
+    config = {"optimizer": {"learning_rate": 0.2, "name": "adamw"}, "seed": 3}
+    restored = Keeper(tmp_path, config=config).restore(TARGET)
+    assert restored.notes == (
+        f"version of optax: {optax.__version__} when saved, 0.9.9 now",
+        "config commit: 1a2b when saved, absent now",
+        "config optimizer/learning_rate: 0.1 when saved, 0.2 now",
+        "config seed: absent when saved, 3 now",
+    )
 
 
 def test_plain_orbax_opens_a_step(tmp_path):
