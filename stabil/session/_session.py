@@ -46,6 +46,27 @@ class Session:
     Raises:
       ValueError: `run_dir` holds something else; nothing is changed.
       TypeError: a sink or an alert lacks its method.
+
+    Examples:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, stabil
+      >>> tx = stabil.guard(optax.sgd(0.1))
+      >>> @jax.jit
+      ... def train_step(state, batch, controls):
+      ...     params, opt_state = state
+      ...     loss, grads = jax.value_and_grad(lambda p: (p - batch) ** 2)(params)
+      ...     updates, opt_state = tx.update(
+      ...         grads, opt_state, params, loss=loss, controls=controls
+      ...     )
+      ...     vitals = stabil.vitals(opt_state, params=params)
+      ...     return (optax.apply_updates(params, updates), opt_state), vitals
+      >>> batches = [1.0, 2.0, float("nan"), 4.0]
+      >>> with Session(tempfile.mkdtemp(), total_steps=4) as session:
+      ...     state = (jnp.float32(0), tx.init(jnp.float32(0)))
+      ...     for step, batch in session.steps(state, lambda i: batches[i]):
+      ...         state, vitals = train_step(state, batch, session.controls)
+      ...         state = session.end_step(state, vitals)
+      >>> [(e["step"], e["action"]) for e in session.summary()["events"][1:-1]]
+      [(2, 'skip'), (2, 'look')]
     """
 
     def __init__(

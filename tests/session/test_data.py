@@ -86,6 +86,22 @@ def test_sources_with_a_position_can_go_back():
         assert data.draw() == (1, 10)
 
 
+def test_grain_itself_goes_on_at_the_exact_position():
+    grain = pytest.importorskip("grain")
+    make = lambda: grain.MapDataset.range(1000).map(lambda x: x * 10)  # noqa: E731
+    for source in (lambda: make().to_iter_dataset(), lambda: iter(make())):
+        data = Data(source())
+        data.skip(3, 5)
+        drawn = [int(data.draw()[1]) for _ in range(5)]
+        state = json.loads(json.dumps(data.get_state()))
+        later = Data(source())
+        later.skip(9, 11)
+        later.set_state(state)
+        assert data.kind == "stateful"
+        assert drawn == [0, 10, 20, 60, 70]
+        assert [int(later.draw()[1]) for _ in range(2)] == [80, 120]
+
+
 def test_a_plain_iterable_cannot_go_back_and_says_so():
     data = Data([1, 2, 3])
     state = data.get_state()
