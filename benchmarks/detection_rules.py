@@ -11,52 +11,9 @@ import math
 import statistics
 from collections.abc import Callable
 
+from stabil.curves._window import Window
+
 Rule = Callable[[float, float | None], bool]
-
-
-class Window:
-    """Mean and standard deviation of the newest values; NaN while one is not finite."""
-
-    def __init__(self, size: int):
-        self.size, self.values = size, collections.deque()
-        self.bad = 0
-        self.origin = self.sum = self.squares = 0.0
-
-    def append(self, x: float) -> None:
-        self.values.append(x)
-        self._count(x, 1)
-        gone = self.values.popleft() if len(self.values) > self.size else None
-        if gone is not None:
-            self._count(gone, -1)
-        # Sums lose digits when a value leaves that outweighs all others.
-        if gone is None or not (gone - self.origin) ** 2 < 100 * self.squares:
-            self._sum_up()
-
-    def _count(self, x: float, sign: int) -> None:
-        if math.isfinite(x):
-            self.sum += sign * (x - self.origin)
-            self.squares += sign * (x - self.origin) ** 2
-        else:
-            self.bad += sign
-
-    def _sum_up(self) -> None:
-        finite = [v for v in self.values if math.isfinite(v)]
-        self.origin = statistics.median_low(finite) if finite else 0.0
-        self.sum = math.fsum(v - self.origin for v in finite)
-        self.squares = math.fsum((v - self.origin) ** 2 for v in finite)
-
-    def mean(self) -> float:
-        if self.bad:
-            return math.nan
-        return self.origin + self.sum / len(self.values)
-
-    def deviation(self, lost: int = 0) -> float:
-        """Standard deviation with `lost` degrees of freedom gone."""
-        if self.bad:
-            return math.nan
-        n = len(self.values)
-        total = max(self.squares - self.sum**2 / n, 0.0)
-        return math.sqrt(total / (n - lost))
 
 
 def mean_and_deviations(signal: str, k: float, window: int = 100) -> Rule:

@@ -43,11 +43,16 @@ class Score(NamedTuple):
     blocks: int
 
 
+def _table(path: pathlib.Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def load(folder: pathlib.Path) -> Iterator[Curve]:
     """Every curve of the folder that `labels.csv` may speak of."""
-    labels = list(csv.DictReader(open(folder / "labels.csv")))
+    labels = _table(folder / "labels.csv")
     about = folder / "curves.csv"
-    known = csv.DictReader(open(about)) if about.exists() else ()
+    known = _table(about) if about.exists() else []
     source = {row["curve"]: f"{row['repo']}, {row['family']}" for row in known}
     for path in sorted(folder.glob("*.csv.gz")):
         name = path.name.removesuffix(".csv.gz")

@@ -1,10 +1,37 @@
 """Read training curves from anybody's log: what happened, when, and how bad it was."""
 
+from stabil.curves._draw import draw as draw
 from stabil.curves._event import KINDS as KINDS
 from stabil.curves._event import Event as Event
 from stabil.curves._events import Tracker as Tracker
 from stabil.curves._events import find_events as find_events
 from stabil.curves._judge import Judge as Judge
+from stabil.curves._read import FORMATS as FORMATS
+from stabil.curves._read import Log as Log
+from stabil.curves._read import Problem as Problem
+from stabil.curves._report import Report as Report
+from stabil.curves._report import lint as lint
 from stabil.curves._signal import Signal as Signal
+from stabil.curves._sketch import Sketch as Sketch
+from stabil.curves._spike_score import SpikeScore as SpikeScore
+from stabil.curves._spike_score import StabilityMonitor as StabilityMonitor
+from stabil.curves._spike_score import spike_score as spike_score
 
-__all__ = ["KINDS", "Event", "Judge", "Signal", "Tracker", "find_events"]
+__all__ = [
+    "FORMATS",
+    "KINDS",
+    "Event",
+    "Judge",
+    "Log",
+    "Problem",
+    "Report",
+    "Signal",
+    "Sketch",
+    "SpikeScore",
+    "StabilityMonitor",
+    "Tracker",
+    "draw",
+    "find_events",
+    "lint",
+    "spike_score",
+]

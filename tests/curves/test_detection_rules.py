@@ -54,32 +54,6 @@ def test_zclip(name):
             np.testing.assert_allclose(rule.variance, variance, rtol=1e-9)
 
 
-def test_window_moments_against_scipy():
-    data = recorded("windowstats_scipy_w16")
-    window = rules.Window(16)
-    for x, step in zip(data["x"], data["steps"], strict=True):
-        finite = [v for v in window.values if math.isfinite(v)]
-        if window.bad:
-            assert math.isnan(window.mean())
-        elif len(finite) > 1 and len(finite) == step["n"]:
-            np.testing.assert_allclose(window.mean(), step["mean"], rtol=1e-9)
-            sd = window.deviation(1)
-            np.testing.assert_allclose(sd, step["std_unbiased"], rtol=1e-9)
-        window.append(number(x))
-
-
-def test_window_keeps_its_digits_after_a_giant(rng):
-    window = rules.Window(32)
-    values = [*(3 + 0.01 * rng.normal(size=100)), 1e19, *rng.normal(size=100)]
-    for i, x in enumerate(values):
-        window.append(x)
-        newest = values[max(0, i - 31) : i + 1]
-        np.testing.assert_allclose(window.mean(), np.mean(newest), rtol=1e-6)
-        np.testing.assert_allclose(
-            window.deviation(), np.std(newest), rtol=1e-5, atol=1e-9
-        )
-
-
 def play(rule, losses, norms=None):
     norms = [None] * len(losses) if norms is None else norms
     return [i for i, v in enumerate(zip(losses, norms, strict=True)) if rule(*v)]

@@ -1,0 +1,66 @@
+"""Mean and standard deviation of the newest values, in constant time a value."""
+
+from __future__ import annotations
+
+import collections
+import math
+import statistics
+
+
+class Window:
+    """Holds the newest `size` values; statistics are NaN while one is not finite.
+
+    Sums run about an origin inside the data and are taken afresh whenever a value
+    leaves that outweighs the others, so that no giant takes digits with it.
+
+    Examples:
+      >>> window = Window(3)
+      >>> for x in (9.0, 1.0, 2.0, 3.0):
+      ...     window.append(x)
+      >>> window.mean(), window.deviation(1)
+      (2.0, 1.0)
+    """
+
+    def __init__(self, size: int):
+        self.size, self.values = size, collections.deque()
+        self.bad = 0
+        self.origin = self.sum = self.squares = 0.0
+
+    def append(self, x: float) -> None:
+        """Takes a value in, and the oldest out when the window is full."""
+        values = self.values
+        values.append(x)
+        away = x - self.origin
+        if math.isfinite(away):
+            self.sum += away
+            self.squares += away * away
+        else:
+            self.bad += 1
+        if len(values) > self.size:
+            gone = values.popleft() - self.origin
+            if math.isfinite(gone):
+                self.sum -= gone
+                self.squares -= gone * gone
+            if not gone * gone < 100 * self.squares:
+                self._sum_up()
+        elif len(values) & (len(values) - 1) == 0:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        finite = [v for v in self.values if math.isfinite(v)]
+        self.bad = len(self.values) - len(finite)
+        self.origin = statistics.median_low(finite) if finite else 0.0
+        self.sum = math.fsum(v - self.origin for v in finite)
+        self.squares = math.fsum((v - self.origin) ** 2 for v in finite)
+
+    def mean(self) -> float:
+        if self.bad:
+            return math.nan
+        return self.origin + self.sum / len(self.values)
+
+    def deviation(self, lost: int = 0) -> float:
+        """Standard deviation with `lost` degrees of freedom gone."""
+        if self.bad:
+            return math.nan
+        n = len(self.values)
+        return math.sqrt(max(self.squares - self.sum**2 / n, 0.0) / (n - lost))

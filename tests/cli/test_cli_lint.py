@@ -1,0 +1,55 @@
+"""`stabil lint`: exit codes, text and JSON."""
+
+import json
+
+import numpy as np
+
+from stabil.cli import main
+
+
+def write_log(path, spike=True):
+    rng = np.random.default_rng(0)
+    losses = 2.0 * np.exp(0.01 * rng.normal(size=300))
+    if spike:
+        losses[200:206] *= 2
+    path.write_text("step,loss\n" + "\n".join(f"{i},{x}" for i, x in enumerate(losses)))
+    return str(path)
+
+
+def test_clean_log(tmp_path, capsys):
+    log = write_log(tmp_path / "clean.csv", spike=False)
+    assert main(["lint", log]) == 0
+    out = capsys.readouterr().out
+    assert f"{log}: 300 rows, steps 0 to 299 (csv: loss, no gradient norm)" in out
+    assert "  0 findings\n" in out
+
+
+def test_findings_in_text_json_and_picture(tmp_path, capsys):
+    log, png = write_log(tmp_path / "run.csv"), tmp_path / "run.png"
+    assert main(["lint", log, "--png", str(png)]) == 1
+    assert "  warn spike at 200, peak 2" in capsys.readouterr().out
+    assert png.exists()
+    assert main(["lint", log, log, "--json"]) == 1
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["exit_code"] == 1 and len(whole["logs"]) == 2
+    assert whole["logs"][0]["events"][0]["kind"] == "spike"
+
+
+def test_malformed_lines_are_told_with_their_number(tmp_path, capsys):
+    log = write_log(tmp_path / "run.csv", spike=False)
+    with open(log, "a") as file:
+        file.write("\n300\n301,2.0\n")
+    assert main(["lint", log]) == 1
+    streams = capsys.readouterr()
+    assert streams.err == f"{log}:302: 2 cells needed, 1 found\n"
+    assert "301 rows" in streams.out
+
+
+def test_unreadable_logs_do_not_stop_the_others(tmp_path, capsys):
+    log = write_log(tmp_path / "run.csv")
+    assert main(["lint", str(tmp_path / "none.csv"), log, "--json"]) == 2
+    streams = capsys.readouterr()
+    whole = json.loads(streams.out)
+    assert "No such file" in whole["logs"][0]["error"]
+    assert whole["logs"][1]["rows"] == 300
+    assert streams.err.startswith("stabil lint: ")
