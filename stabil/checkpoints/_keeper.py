@@ -1,4 +1,8 @@
-"""Health-tagged checkpoints of one run."""
+"""Health-tagged checkpoints of one run.
+
+Longer than a module should be, because it is one class that is mostly its own manual;
+what it does is done in the modules that it imports.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ import json
 import operator
 import os
 import pathlib
+import signal
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from stabil.checkpoints import (
     _adopting,
@@ -23,6 +30,7 @@ from stabil.checkpoints._folder import Folder
 from stabil.checkpoints._memory import Ring
 from stabil.checkpoints._restoring import Restored
 from stabil.checkpoints._saver import Saver
+from stabil.checkpoints._signals import SignalWatch
 
 
 class Keeper:
@@ -92,6 +100,11 @@ class Keeper:
                 "needed save_every_minutes > 0, or None to count steps alone, got "
                 f"{save_every_minutes!r}"
             )
+        if jax.process_count() > 1:
+            raise NotImplementedError(
+                f"needed one process, got {jax.process_count()}: a Keeper does not yet "
+                "agree between processes; use Orbax's Checkpointer there"
+            )
         self._config = _as_json(config, "config")
         self._folder = Folder(directory, create=True)
         self.directory, self.save_every = self._folder.root, save_every
@@ -105,6 +118,8 @@ class Keeper:
         self._lock = self._saver.lock
         self._cadence = Cadence(save_every, save_every_minutes)
         self._ring = Ring(keep_in_memory)
+        self._signals = SignalWatch()
+        self._saved_on_signal = False
         _rollback.finish(self._folder)
 
     def __enter__(self) -> Keeper:
@@ -115,6 +130,7 @@ class Keeper:
             self.close()
         else:
             # The error that ends the block is the one to see.
+            self._signals.stop()
             self._saver.settle()
 
     # --- saving ----------------------------------------------------------------------
@@ -129,7 +145,8 @@ class Keeper:
     ) -> bool:
         """Saves in the background if a save is due; call it every step.
 
-        The first call of a run saves. A due save waits for the one before it.
+        The first call of a run saves. A due save waits for the one before it, and the
+        one that a signal asks for, see `watch_signals`, for itself.
 
         Args:
           step: number of the state, >= 0 and rising; the number to restore.
@@ -148,16 +165,54 @@ class Keeper:
         """
         step = _whole_number(step)
         self._saver.wait(only_if_done=True)
-        if not force and not self._cadence.due(step):
+        if not force and not self.due(step):
             return False
         extra = _as_json(extra)
         self._saver.begin(step, state, extra)
         self._cadence.saved(step)
+        if self.interrupted and not self._saved_on_signal:
+            self._saved_on_signal = True
+            self._folder.log("emergency", step=step, cause=self.interrupted)
+            self.wait()
         return True
 
     def due(self, step: int) -> bool:
         """Whether `save` would save at this step."""
-        return self._cadence.due(_whole_number(step))
+        asked = self.interrupted is not None and not self._saved_on_signal
+        return asked or self._cadence.due(_whole_number(step))
+
+    @property
+    def interrupted(self) -> str | None:
+        """Name of the signal that asked for the end, or None; leave the loop on it."""
+        return self._signals.seen
+
+    def watch_signals(self, signals: Sequence[int] = (signal.SIGTERM,)) -> None:
+        """Makes a signal ask for one more save instead of ending the process.
+
+        The next `save` then saves whatever its step and returns when the bytes are on
+        the disk; `interrupted` tells the loop to end. The same signal again does what
+        it did before. `close` puts the old handlers back.
+
+        Args:
+          signals: numbers, by default the SIGTERM that clusters send before they take
+            a machine away.
+        Raises:
+          RuntimeError: not called in the main thread.
+        Examples:
+          >>> import tempfile, jax.numpy as jnp
+          >>> with Keeper(tempfile.mkdtemp()) as keeper:
+          ...     keeper.watch_signals()
+          ...     for step in range(100):
+          ...         state = {"w": jnp.ones(3)}
+          ...         if step == 7:
+          ...             signal.raise_signal(signal.SIGTERM)
+          ...         _ = keeper.save(step, state)
+          ...         if keeper.interrupted:
+          ...             break
+          >>> keeper.interrupted, keeper.steps()
+          ('SIGTERM', {0: 'pending', 7: 'pending'})
+        """
+        self._signals.start(signals)
 
     def snapshot(
         self, step: int, state: Any, *, extra: dict[str, Any] | None = None
@@ -187,6 +242,7 @@ class Keeper:
         Raises:
           SaveFailedError: it failed.
         """
+        self._signals.stop()
         self.wait()
 
     # --- judging ---------------------------------------------------------------------
