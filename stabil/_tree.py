@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Entries beyond this size count as this size: 2**32 of their squares fit in float32.
+# The squares of 2**32 entries of this size still add up within float32.
 LARGEST = 2.0**48
 
 
@@ -53,26 +53,41 @@ def _sum_of_squares(leaf: Any) -> jax.Array:
     for part in parts:
         v = part.astype(jnp.float32)
         # v - v is 0 for a finite entry and NaN for any other, infinities included.
-        total += jnp.sum(jnp.square(jnp.minimum(jnp.abs(v), LARGEST)) + (v - v))
+        total += jnp.sum(v * v + (v - v))
     return total
 
 
 def sums_of_squares(tree: Any) -> jax.Array:
     """Sum of squares of each measured leaf, float32 `[leaves]`, in one pass.
 
-    Not finite exactly when the leaf holds a non-finite entry: entries beyond
-    `LARGEST` (2.8e14) count as that size, so a finite leaf never overflows.
+    NaN exactly when the leaf holds an entry that is not finite; infinity when all are
+    finite and the sum leaves float32 (a norm above 1.8e19).
 
     Examples:
-      >>> print(sums_of_squares({"a": jnp.full(9, 100, jnp.float16), "b": jnp.inf}))
-      [90000.    nan]
+      >>> leaves = {"a": jnp.full(9, 100, jnp.float16), "b": 1e20, "c": jnp.inf}
+      >>> print(sums_of_squares(leaves))
+      [90000.    inf    nan]
     """
     sums = [_sum_of_squares(x) for x in jax.tree.leaves(tree) if is_measured(x)]
     return jnp.stack(sums) if sums else jnp.zeros([0], jnp.float32)
 
 
-def _as_array_like(new: Any, old: Any) -> Any:
-    return jnp.asarray(new, getattr(old, "dtype", None))
+def sizes(tree: Any) -> jax.Array:
+    """Entries of each measured leaf, at least 1, float32 `[leaves]`."""
+    sizes = [jnp.size(x) for x in jax.tree.leaves(tree) if is_measured(x)]
+    return jnp.maximum(jnp.asarray(sizes, jnp.float32), 1)
+
+
+def columns(leaf: Any, at_most: int = 4) -> jax.Array:
+    """A few evenly spaced columns of the last axis, a cheap sample of a leaf.
+
+    A column crosses every row, so that an embedding's rare tokens are seen beside its
+    frequent ones. A leaf of one axis or few columns is returned whole.
+    """
+    x = jnp.asarray(leaf)
+    if x.ndim < 2 or x.shape[-1] <= at_most:
+        return x
+    return x[..., :: x.shape[-1] // at_most]
 
 
 def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
@@ -141,26 +156,6 @@ def rescale(tree: Any, factor: jax.Array, finite: jax.Array) -> Any:
     for i, x in zip(where, xs, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
-
-
-def sampled_sums_of_squares(tree: Any, columns: int = 4) -> jax.Array:
-    """Estimated sum of squares of each measured leaf, float32 `[leaves]`.
-
-    Reads `columns` evenly spaced columns of the last axis of each leaf and scales up.
-    A column crosses every row, so an embedding's rare tokens are seen beside its
-    frequent ones. The estimate is exact for a leaf of at most `columns` columns.
-    """
-
-    def sample(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        if x.ndim < 2 or x.shape[-1] <= columns:
-            return _sum_of_squares(x)
-        stride = x.shape[-1] // columns
-        part = x[..., ::stride]
-        return _sum_of_squares(part) * (x.shape[-1] / part.shape[-1])
-
-    sums = [sample(x) for x in jax.tree.leaves(tree) if is_measured(x)]
-    return jnp.stack(sums) if sums else jnp.zeros([0], jnp.float32)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ class Cause(enum.IntFlag):
     NONFINITE_GRADIENT = 1 << 1
     NONFINITE_ACTIVATION = 1 << 2
     NONFINITE_PARAMETER = 1 << 3
-    NONFINITE_UPDATE = 1 << 4
+    NONFINITE_MOMENT = 1 << 4
     NORM_OVERFLOW = 1 << 5
     LOSS_SPIKE = 1 << 6
     GRADIENT_SPIKE = 1 << 7
@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
       flags: int32 scalar, a union of `Cause` bits; 0 when nothing was found.
       severity: int32 scalar, a `Severity`.
       first: int32 scalar, position in `Vitals.signals` of the first offending signal
-        in forward order (activations, loss, gradients, updates); -1 when none.
+        in forward order (activations, loss, gradients, moments); -1 when none.
       score: float32 scalar, the largest robust deviation of any armed signal, in
         robust standard deviations; 0 while no signal is armed; always finite.
     """
@@ -126,14 +126,15 @@ class Measures(NamedTuple):
       loss: the loss handed to `update`, in its own unit.
       grad_norm: L2 norm of the gradient before any clipping.
       clip_factor: what the gradient was multiplied by; 1 when left alone.
-      update_norm: L2 norm of the update, estimated from a sample of its columns
-        unless the guard was told to read all of it.
+      update_rms: root mean square of first moment over root of second moment, as the
+        step found them, from a sample of their columns: how far Adam's direction is
+        from noise (0.1 to 0.3) towards unanimity (1), whatever the learning rate.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
     clip_factor: jax.Array
-    update_norm: jax.Array
+    update_rms: jax.Array
 
     @classmethod
     def unmeasured(cls) -> Measures:
@@ -142,7 +143,7 @@ class Measures(NamedTuple):
             loss=jnp.full([], jnp.nan, jnp.float32),
             grad_norm=jnp.full([], jnp.nan, jnp.float32),
             clip_factor=jnp.ones([], jnp.float32),
-            update_norm=jnp.full([], jnp.nan, jnp.float32),
+            update_rms=jnp.full([], jnp.nan, jnp.float32),
         )
 
 
@@ -247,7 +248,7 @@ class Vitals:
             "loss": float(m.loss),
             "grads/global_norm": float(m.grad_norm),
             "grads/clip_factor": float(m.clip_factor),
-            "updates/global_norm": float(m.update_norm),
+            "updates/rms": float(m.update_rms),
             "verdict/severity": int(self.verdict.severity),
             "verdict/score": float(self.verdict.score),
             "tally/judged_steps": int(t.judged_steps),

@@ -9,15 +9,27 @@ from stabil.detectors._judge import Judgement as Judgement
 from stabil.detectors._judge import JudgeState as JudgeState
 from stabil.detectors._judge import judge as judge
 from stabil.detectors._judge import read_rows as read_rows
+from stabil.detectors._level import Height as Height
+from stabil.detectors._level import LevelState as LevelState
+from stabil.detectors._level import follow as follow
+from stabil.detectors._loss import LossFinding as LossFinding
+from stabil.detectors._loss import LossState as LossState
+from stabil.detectors._loss import judge_loss as judge_loss
 
 __all__ = [
     "BaselineState",
     "Deviation",
     "Evidence",
+    "Height",
     "JudgeState",
     "Judgement",
+    "LevelState",
+    "LossFinding",
+    "LossState",
     "deviate",
+    "follow",
     "judge",
+    "judge_loss",
     "observe",
     "read_rows",
 ]

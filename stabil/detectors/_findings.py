@@ -8,12 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stabil import _tree
 from stabil.detectors._baseline import BaselineState, Deviation
 from stabil.vocabulary import Cause, Severity
 
-_LEAF_THRESHOLD = 10.0  # one leaf among hundreds: stricter than a global signal
-_LEAF_JUMP = math.log(8.0)
+LEAF_THRESHOLD = 10.0  # one leaf among hundreds: stricter than a global signal
+LEAF_JUMP = math.log(8.0)
 _ACTIVATION_LIMIT = math.log(100.0)
 
 
@@ -24,7 +23,9 @@ class Evidence(NamedTuple):
       loss: float32 scalar; NaN when none was given.
       loss_given: bool scalar, whether a loss was given.
       gradient_sums: float32 `[G]`, sum of squares of each gradient leaf.
-      update_sums: float32 `[G]`, the same of the update, before it is applied.
+      moment_levels: float32 `[G]`, how large the optimizer's moments are, as
+        `stabil.transforms` samples them; NaN where there are none.
+      bad_moments: bool `[G]`, leaves whose sampled moments are not finite.
       magnitudes: float32 `[R]`, activation magnitudes; NaN where not read.
       nonfinite_rows: bool `[R]`, rows that hold a NaN or an infinity.
     """
@@ -32,19 +33,10 @@ class Evidence(NamedTuple):
     loss: jax.Array
     loss_given: jax.Array
     gradient_sums: jax.Array
-    update_sums: jax.Array
+    moment_levels: jax.Array
+    bad_moments: jax.Array
     magnitudes: jax.Array
     nonfinite_rows: jax.Array
-
-
-def gradients(v: jax.Array) -> jax.Array:
-    """The part of a vector `[2 + 2 G]` that speaks of gradient leaves."""
-    return v[2 : 2 + (v.shape[0] - 2) // 2]
-
-
-def updates(v: jax.Array) -> jax.Array:
-    """The part of a vector `[2 + 2 G]` that speaks of update leaves."""
-    return v[2 + (v.shape[0] - 2) // 2 :]
 
 
 class Findings(NamedTuple):
@@ -52,12 +44,12 @@ class Findings(NamedTuple):
 
     bad_loss: jax.Array
     bad_gradients: jax.Array
-    bad_updates: jax.Array
+    bad_moments: jax.Array
     bad_rows: jax.Array
     loss_spike: jax.Array
     norm_spike: jax.Array
     leaf_spikes: jax.Array
-    damaged: jax.Array
+    wild_moments: jax.Array
     row_jumps: jax.Array
     row_limits: jax.Array
     overflow: jax.Array
@@ -67,15 +59,16 @@ class Findings(NamedTuple):
         return (
             self.bad_loss
             | jnp.any(self.bad_gradients)
-            | jnp.any(self.bad_updates)
+            | jnp.any(self.bad_moments)
             | jnp.any(self.bad_rows)
         )
 
 
 def _out_of_line(d: Deviation, level: jax.Array, x: jax.Array) -> jax.Array:
-    """Update leaves that jump away from their own level and from all other leaves.
+    """Leaves whose moments leap away from their own level and from all other leaves.
 
-    A jump that most leaves share is a change of the learning rate and no damage.
+    Sound gradients with wild moments mean that the moments are damaged. A leap that
+    most leaves share follows from the gradients and is no damage.
     """
     if x.shape[0] == 0:
         return jnp.zeros([0], bool)
@@ -85,37 +78,36 @@ def _out_of_line(d: Deviation, level: jax.Array, x: jax.Array) -> jax.Array:
     median = (jumps[(armed - 1) // 2] + jumps[armed // 2]) / 2
     common = jnp.where(jnp.isfinite(median), jnp.maximum(median, 0.0), 0.0)
     highest = jnp.max(jnp.where(d.armed, level, -jnp.inf))
-    own = (d.score > _LEAF_THRESHOLD) & (d.jump - common > _LEAF_JUMP)
-    return d.armed & own & (x - highest - common > _LEAF_JUMP)
+    own = (d.score > LEAF_THRESHOLD) & (d.jump - common > LEAF_JUMP)
+    return d.armed & own & (x - highest - common > LEAF_JUMP)
 
 
 def find(
     e: Evidence,
     x: jax.Array,
     d: Deviation,
-    baseline: BaselineState,
+    location: jax.Array,
     rows: Deviation,
     row_limits: jax.Array,
     threshold: float,
 ) -> Findings:
-    """Findings of a step with signals `x`, which deviate by `d`, and of its rows."""
-    jumps = (d.score > _LEAF_THRESHOLD) & (d.jump > _LEAF_JUMP)
-    bad_gradients = ~jnp.isfinite(e.gradient_sums)
-    sound = ~jnp.any(bad_gradients)
+    """Findings of a step: signals `x` `[2 + 2 G]` deviate by `d` from `location`."""
+    split = 2 + e.gradient_sums.shape[0]
+    jumps = (d.score > LEAF_THRESHOLD) & (d.jump > LEAF_JUMP)
     return Findings(
         bad_loss=~jnp.isfinite(e.loss) & e.loss_given,
-        bad_gradients=bad_gradients,
-        bad_updates=~jnp.isfinite(e.update_sums) & sound,
+        bad_gradients=jnp.isnan(e.gradient_sums),
+        bad_moments=e.bad_moments,
         bad_rows=e.nonfinite_rows,
         loss_spike=d.score[0] > threshold,
         norm_spike=d.score[1] > threshold,
-        leaf_spikes=gradients(jumps),
-        damaged=_out_of_line(
-            Deviation(*(updates(v) for v in d)), updates(baseline.location), updates(x)
+        leaf_spikes=jumps[2:split],
+        wild_moments=_out_of_line(
+            Deviation(*(v[split:] for v in d)), location[split:], x[split:]
         ),
-        row_jumps=(rows.score > _LEAF_THRESHOLD) & (rows.jump > _LEAF_JUMP),
+        row_jumps=(rows.score > LEAF_THRESHOLD) & (rows.jump > LEAF_JUMP),
         row_limits=row_limits,
-        overflow=jnp.sqrt(jnp.sum(e.gradient_sums)) >= _tree.LARGEST,
+        overflow=jnp.isposinf(jnp.sum(e.gradient_sums)),
     )
 
 
@@ -128,7 +120,7 @@ def severity(f: Findings, lasting: jax.Array, risen: jax.Array) -> jax.Array:
     """The `Severity` of the findings, int32 scalar."""
     spike = f.loss_spike | f.norm_spike | jnp.any(f.leaf_spikes)
     jump = jnp.any(f.row_jumps)
-    block = f.nonfinite | jnp.any(f.damaged) | (jump & spike)
+    block = f.nonfinite | jnp.any(f.wild_moments) | (jump & spike)
     block |= jnp.any(f.row_jumps & f.row_limits)
     warn = lasting | risen | f.overflow | jnp.any(f.row_limits)
     levels = (
@@ -148,11 +140,11 @@ def union(f: Findings, risen: jax.Array) -> jax.Array:
         Cause.NONFINITE_LOSS: f.bad_loss,
         Cause.NONFINITE_GRADIENT: jnp.any(f.bad_gradients),
         Cause.NONFINITE_ACTIVATION: jnp.any(f.bad_rows),
-        Cause.NONFINITE_UPDATE: jnp.any(f.bad_updates),
+        Cause.NONFINITE_MOMENT: jnp.any(f.bad_moments),
         Cause.NORM_OVERFLOW: f.overflow,
         Cause.LOSS_SPIKE: f.loss_spike,
         Cause.GRADIENT_SPIKE: f.norm_spike | jnp.any(f.leaf_spikes),
-        Cause.UPDATE_SPIKE: jnp.any(f.damaged),
+        Cause.MOMENT_SPIKE: jnp.any(f.wild_moments),
         Cause.ACTIVATION_LIMIT: jnp.any(f.row_limits),
         Cause.ACTIVATION_SHIFT: jnp.any(f.row_jumps),
         Cause.LEVEL_SHIFT: risen,
@@ -163,22 +155,23 @@ def union(f: Findings, risen: jax.Array) -> jax.Array:
     return flags
 
 
+def earliest(found: jax.Array, start: int) -> jax.Array:
+    """Position of the first True of `found` `[n]`, counted from `start`, or -1."""
+    return largest(found, jnp.zeros(found.shape, jnp.float32), start)
+
+
+def largest(found: jax.Array, score: jax.Array, start: int) -> jax.Array:
+    """Position of the True of `found` with the largest score, from `start`, or -1."""
+    if found.shape[0] == 0:
+        return jnp.int32(-1)
+    where = jnp.argmax(jnp.where(found, score, -jnp.inf)).astype(jnp.int32)
+    return jnp.where(jnp.any(found), where + jnp.int32(start), jnp.int32(-1))
+
+
 def first_signal(f: Findings, d: Deviation) -> jax.Array:
     """Position of the first offending signal in forward order, -1 for none."""
     leaves = f.leaf_spikes.shape[0]
     none = jnp.int32(-1)
-
-    def earliest(found: jax.Array, start: int) -> jax.Array:
-        if found.shape[0] == 0:
-            return none
-        where = jnp.argmax(found).astype(jnp.int32) + jnp.int32(start)
-        return jnp.where(jnp.any(found), where, none)
-
-    def largest(found: jax.Array, score: jax.Array, start: int) -> jax.Array:
-        if found.shape[0] == 0:
-            return none
-        where = jnp.argmax(jnp.where(found, score, -jnp.inf)).astype(jnp.int32)
-        return jnp.where(jnp.any(found), where + jnp.int32(start), none)
 
     rows = 2 + 2 * leaves
     candidates = (
@@ -187,10 +180,10 @@ def first_signal(f: Findings, d: Deviation) -> jax.Array:
         jnp.where(f.bad_loss, jnp.int32(0), none),
         earliest(f.bad_gradients, 2),
         jnp.where(f.loss_spike, jnp.int32(0), none),
-        largest(f.leaf_spikes, gradients(d.score), 2),
+        largest(f.leaf_spikes, d.score[2 : 2 + leaves], 2),
         jnp.where(f.norm_spike | f.overflow, jnp.int32(1), none),
-        earliest(f.bad_updates, 2 + leaves),
-        largest(f.damaged, updates(d.score), 2 + leaves),
+        earliest(f.bad_moments, 2 + leaves),
+        largest(f.wild_moments, d.score[2 + leaves :], 2 + leaves),
     )
     first = none
     for candidate in reversed(candidates):

@@ -1,13 +1,13 @@
-"""One verdict per step, joined from the loss, gradients, activations and updates.
+"""One verdict per step, joined from loss, gradients, moments and activations.
 
-All signals stand in one vector: loss, global gradient norm, norm of each gradient leaf,
-norm of each update leaf, magnitude of each row of the readings. Positive signals are
-judged on their logarithm, the loss as it is (it may be negative).
+Signals stand in vectors: loss, global gradient norm, norm of each gradient leaf and
+size of each leaf's moments in one, magnitude of each row of the readings in another.
+Positive signals are judged on their logarithm, the loss as it is (it may be negative).
 
 Severity by rule:
   BLOCK  something is not finite; an activation jumps, and by that passes 100 times its
          level at the end of the warm-up, or does so while loss or gradient spike; the
-         update of one leaf jumps out of line with all others (damaged moments)
+         moments of one leaf leap out of line with all others (they are damaged)
   WARN   a spike that lasts, a level that was re-learnt, a norm too large to square, an
          activation that grew past its limit slowly (the limit then starts afresh)
   WATCH  a single spike of the loss, of the gradient or of an activation
@@ -38,8 +38,8 @@ class JudgeState(NamedTuple):
     """What the judge remembers, with G gradient leaves and room for R rows.
 
     Attributes:
-      signals: `BaselineState` over `[2 + 2 G]`: the loss, the log of the global
-        gradient norm, of each gradient leaf's norm and of each update leaf's norm.
+      signals: `BaselineState` over `[2 + 2 G]`: the loss, the logs of the global
+        gradient norm, of each gradient leaf's norm and of each leaf's moments.
       activations: `BaselineState` over `[R]`: the log of each row's magnitude.
       rows: uint32 scalar, fingerprint of the readings' row names; the rows' baseline
         starts again when it changes.
@@ -65,7 +65,7 @@ class Judgement(NamedTuple):
     Attributes:
       verdict: the `Verdict`.
       state: the next `JudgeState`.
-      damaged: bool `[G]`, leaves whose optimizer moments look damaged.
+      damaged: bool `[G]`, leaves whose moments are damaged.
     """
 
     verdict: Verdict
@@ -125,9 +125,9 @@ def judge(
       rows_fingerprint: uint32 scalar that names the rows of the readings.
     """
     e, base = evidence, state.signals
-    norms = jnp.sqrt(jnp.concatenate([e.gradient_sums, e.update_sums]))
-    norm = jnp.sqrt(jnp.sum(e.gradient_sums))
-    x = jnp.concatenate([e.loss[None], _log(jnp.concatenate([norm[None], norms]))])
+    sums = jnp.concatenate([jnp.sum(e.gradient_sums)[None], e.gradient_sums])
+    x = jnp.concatenate([jnp.sqrt(sums), e.moment_levels])
+    x = jnp.concatenate([e.loss[None], _log(x)])
     is_loss = jnp.arange(x.shape[0]) == 0
     loss_floor = _LOSS_FLOOR * jnp.abs(base.location) + 1e-6
     floor = jnp.where(is_loss, loss_floor, _LOG_FLOOR)
@@ -140,7 +140,7 @@ def judge(
     dy = deviate(rows, y, floor=log_floor, warmup_steps=warmup_steps)
 
     limits = _findings.past_limit(dy, y, rows)
-    found = _findings.find(e, x, d, base, dy, limits, threshold)
+    found = _findings.find(e, x, d, base.location, dy, limits, threshold)
     memory = dict(
         threshold=threshold,
         decay=_DECAY,
@@ -169,5 +169,8 @@ def judge(
     # A step with a non-finite value says nothing of what is normal.
     new = _where(found.nonfinite, base, new)
     new_rows = _where(found.nonfinite, rows, new_rows)
-    new_state = JudgeState(new, new_rows, rows_fingerprint)
-    return Judgement(verdict, new_state, found.damaged | found.bad_updates)
+    return Judgement(
+        verdict,
+        JudgeState(new, new_rows, rows_fingerprint),
+        found.wild_moments | found.bad_moments,
+    )

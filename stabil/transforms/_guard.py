@@ -11,7 +11,9 @@ import optax
 from stabil import _tree
 from stabil.detectors import Evidence, JudgeState, judge, read_rows
 from stabil.transforms import _check
+from stabil.transforms._moment_levels import MomentLevels, moment_levels
 from stabil.transforms._moments import restart_moments
+from stabil.transforms._selective import selective_update
 from stabil.transforms._spike_aware import count, spike_aware
 from stabil.vocabulary import Controls, Measures, Readings, Severity, Tally, Verdict
 
@@ -50,7 +52,7 @@ def guard(
 
     A blocked step returns zero updates and leaves the optimizer's state (moments,
     counters, schedules) bit-identical, by select. What blocks: a loss, gradient,
-    activation or update that is not finite, and the jumps named in `stabil.detectors`.
+    activation or moment that is not finite, and the jumps named in `stabil.detectors`.
     A spike of the gradient alone is clipped, not blocked. Blocks for finite values end
     after `max_consecutive_steps`, when the new level is taken as normal; blocks for
     non-finite values last as long as their cause: watch `tally.blocked_in_a_row`.
@@ -59,7 +61,7 @@ def guard(
     Place: outermost, around the whole chain, inside `optax.MultiSteps`. Does not: guard
     state outside the optimizer, such as batch statistics; select it yourself with
     `stabil.select(stabil.vitals(opt_state), new, old)`. Does not: see every entry of
-    the update; it reads a few columns of each leaf, which keeps the cost of clipping.
+    the moments; it reads a few columns of each, which keeps the cost of clipping.
     With no anomaly, params and inner state equal those of an unguarded run bit for bit;
     tested on CPU for Adam, AdamW, Lion and SGD with momentum. Of other optimizers the
     last bits of a parameter may differ: XLA may contract the closing multiply and add
@@ -70,8 +72,8 @@ def guard(
       clip: transformation that bounds the gradient before `inner`; `"spike_aware"` for
         `stabil.spike_aware` with this guard's `threshold`, `warmup_steps` and
         `max_consecutive_steps`, or None for no clipping.
-      reset: whether to restart the moments of a leaf whose update jumps out of line
-        with all others while its gradient is sound, on the step that is blocked for it:
+      reset: whether to restart the moments of a leaf that leap out of line with those
+        of all other leaves, or are not finite, on the step that is blocked for it:
         first moments become 0, second moments the leaf's present mean square.
       threshold: robust standard deviations beyond which the loss or the gradient norm
         is a spike; > 0.
@@ -82,7 +84,8 @@ def guard(
     Returns:
       Transformation. `update` takes these extra arguments, all optional: `loss`, a
       scalar of any floating dtype; `readings`, `stabil.Readings` of this step;
-      `controls`, `stabil.Controls`. They and any others are also passed to `inner`.
+      `controls`, `stabil.Controls` (a step that is asked to restart the moments returns
+      zero updates). They and any others are also passed to `inner`.
       Updates keep shape and dtype. State: `GuardState`, fixed shapes.
 
     Raises:
@@ -149,45 +152,49 @@ def guard(
     ) -> tuple[Any, GuardState]:
         grads = updates
         sums = _tree.sums_of_squares(grads)
+        moments = moment_levels(state.inner_state, grads)
+        found = judge(
+            state.judge_state,
+            _evidence(sums, moments, loss, readings, max_readings),
+            rows_fingerprint=_mark(state.judge_state.rows, readings),
+            threshold=threshold,
+            warmup_steps=warmup_steps,
+            max_consecutive_steps=max_consecutive_steps,
+        )
+        ok = found.verdict.severity < int(Severity.BLOCK)
+        asked = jnp.bool_(False) if controls is None else controls.reset_moments
+        restart = (found.damaged & jnp.asarray(reset)) | asked
+        # A step that restarts moments is refused too: they have nothing to say yet.
+        proceed = ok & ~asked
         passed = dict(extra, loss=loss, readings=readings, controls=controls)
         passed = {k: v for k, v in passed.items() if v is not None}
         clipped, clip_state = clip.update(
             grads, state.clip_state, params, norms=jnp.sqrt(sums), **passed
         )
-        updates, inner_state = inner.update(
-            clipped, state.inner_state, params, **passed
+        refused = restart_moments(
+            state.inner_state, grads, restart, sums / _tree.sizes(grads)
         )
-        found = judge(
-            state.judge_state,
-            _evidence(sums, updates, loss, readings, max_readings),
-            threshold=threshold,
-            warmup_steps=warmup_steps,
-            max_consecutive_steps=max_consecutive_steps,
-            rows_fingerprint=_mark(state.judge_state.rows, readings),
+        updates, inner_state = selective_update(
+            lambda g, s, p, extra: inner.update(g, s, p, **extra),
+            proceed,
+            (clipped, state.inner_state, params, passed),
+            refused,
         )
-        ok = found.verdict.severity < int(Severity.BLOCK)
-        restart = found.damaged & ~ok & jnp.asarray(reset)
-        if controls is not None:
-            restart |= controls.reset_moments
-        restart &= jnp.isfinite(sums)
         factor = _clip_factor(clip_state)
-        update_norm = jnp.sqrt(jnp.sum(_tree.sampled_sums_of_squares(updates)))
         new = GuardState(
-            inner_state=restart_moments(
-                _tree.select(ok, inner_state, state.inner_state),
-                grads,
-                restart,
-                sums / _sizes(grads),
-            ),
+            inner_state=inner_state,
             clip_state=_tree.select(ok, clip_state, state.clip_state),
             judge_state=found.state,
             verdict=found.verdict,
             tally=count(state.tally, found.verdict, factor < 1, jnp.sum(restart)),
             measures=Measures(
-                _scalar(loss), jnp.sqrt(jnp.sum(sums)), factor, update_norm
+                loss=_scalar(loss),
+                grad_norm=jnp.sqrt(jnp.sum(sums)),
+                clip_factor=factor,
+                update_rms=moments.rms,
             ),
         )
-        return _tree.zeros_unless(ok, _slowed(updates, controls)), new
+        return _tree.zeros_unless(proceed, _slowed(updates, controls)), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -204,7 +211,11 @@ def _scalar(loss: Any) -> jax.Array:
 
 
 def _evidence(
-    sums: jax.Array, updates: Any, loss: Any, readings: Any, max_readings: int
+    sums: jax.Array,
+    moments: MomentLevels,
+    loss: Any,
+    readings: Any,
+    max_readings: int,
 ) -> Evidence:
     if readings is not None:
         if not isinstance(readings, Readings) or readings.values.ndim != 2:
@@ -226,7 +237,8 @@ def _evidence(
         loss=_scalar(loss),
         loss_given=jnp.asarray(loss is not None),
         gradient_sums=sums,
-        update_sums=_tree.sampled_sums_of_squares(updates),
+        moment_levels=moments.level,
+        bad_moments=moments.bad,
         magnitudes=magnitudes,
         nonfinite_rows=marks,
     )
@@ -236,11 +248,6 @@ def _mark(old: jax.Array, readings: Readings | None) -> jax.Array:
     if readings is None:
         return old
     return jnp.asarray(_tree.fingerprint(readings.names))
-
-
-def _sizes(tree: Any) -> jax.Array:
-    sizes = [jnp.size(x) for x in jax.tree.leaves(tree) if _tree.is_measured(x)]
-    return jnp.maximum(jnp.asarray(sizes, jnp.float32), 1)
 
 
 def _clip_factor(clip_state: Any) -> jax.Array:

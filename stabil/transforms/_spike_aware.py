@@ -55,7 +55,9 @@ def spike_aware(
     A spike enters m and s as if it were 3 s away, so that it neither hides the next one
     nor raises the limit. A lasting change of the norm is taken as the new level after
     `max_consecutive_steps` clipped steps. A gradient with a NaN or an infinity becomes
-    zero and changes no statistic. Quiet gradients pass unchanged.
+    zero and changes no statistic. A finite gradient whose norm leaves float32 (1.8e19)
+    is brought within the limit, or to at most 1 before there is one.
+    Quiet gradients pass unchanged.
 
     Place: first in `optax.chain`, or `clip=` of `stabil.guard`. Does not: stop the
     momentum or the weight decay of the optimizer after it on a step that it zeroes;
@@ -123,16 +125,20 @@ def spike_aware(
         if norms is None:
             norms = jnp.sqrt(_tree.sums_of_squares(updates))
         norm = jnp.sqrt(jnp.sum(jnp.square(norms)))
-        finite = jnp.isfinite(norm)
-        x = jnp.where(finite & (norm > 0), jnp.log(norm), jnp.nan)[None]
+        finite, overflow = ~jnp.isnan(norm), jnp.isposinf(norm)
+        x = jnp.where(jnp.isfinite(norm) & (norm > 0), jnp.log(norm), jnp.nan)[None]
         d = deviate(
             state.baseline, x, floor=jnp.float32(_FLOOR), warmup_steps=warmup_steps
         )
         limit = jnp.exp(state.baseline.location + threshold * d.scale)[0]
-        limit = jnp.where(d.armed[0], limit, jnp.inf)
-        limit = jnp.minimum(limit, max_norm)
+        armed = state.baseline.observed[0] >= warmup_steps
+        limit = jnp.minimum(jnp.where(armed, limit, jnp.inf), max_norm)
         over = finite & (norm > limit)
         factor = jnp.where(over, limit / jnp.where(over, norm, 1.0), 1.0)
+        # Entries are bounded by LARGEST then, which bounds the norm as well.
+        bound = _tree.LARGEST * jnp.sqrt(jnp.sum(_tree.sizes(updates)))
+        most = jnp.where(jnp.isfinite(limit), limit, 1.0)
+        factor = jnp.where(overflow, most / bound, factor)
         baseline, risen = observe(
             state.baseline,
             x,
@@ -144,7 +150,7 @@ def spike_aware(
             first_deviation=jnp.float32(0.5),
         )
         spike = d.score[0] > threshold
-        verdict = _verdict(finite, spike, risen[0], norm, norms, d.score[0])
+        verdict = _verdict(finite, spike, risen[0], overflow, norms, d.score[0])
         new = SpikeAwareState(
             baseline=baseline,
             verdict=verdict,
@@ -164,12 +170,11 @@ def _verdict(
     finite: jax.Array,
     spike: jax.Array,
     risen: jax.Array,
-    norm: jax.Array,
+    overflow: jax.Array,
     norms: jax.Array,
     score: jax.Array,
 ) -> Verdict:
     zero = jnp.int32(0)
-    overflow = norm >= _tree.LARGEST
     flags = jnp.where(finite, zero, jnp.int32(Cause.NONFINITE_GRADIENT))
     flags |= jnp.where(spike, jnp.int32(Cause.GRADIENT_SPIKE), zero)
     flags |= jnp.where(risen, jnp.int32(Cause.LEVEL_SHIFT), zero)
@@ -178,7 +183,7 @@ def _verdict(
     severity = jnp.where(spike, jnp.int32(Severity.WATCH), jnp.int32(Severity.OK))
     severity = jnp.where(warn, jnp.int32(Severity.WARN), severity)
     severity = jnp.where(finite, severity, jnp.int32(Severity.BLOCK))
-    bad = ~jnp.isfinite(norms)
+    bad = jnp.isnan(norms)
     leaf = jnp.argmax(bad).astype(jnp.int32) + jnp.int32(1) if bad.size else zero
     first = jnp.where(spike | warn, zero, jnp.int32(-1))
     first = jnp.where(finite, first, leaf)

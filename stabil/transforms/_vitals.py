@@ -84,7 +84,7 @@ def _signals(
         "loss",
         "grads/global_norm",
         *(f"grads/{n}" for n in leaves),
-        *(f"updates/{n}" for n in leaves),
+        *(f"moments/{n}" for n in leaves),
         *(f"activations/{n}" for n in rows),
     )
 
@@ -125,7 +125,7 @@ def _joint(measures: list[Measures]) -> Measures:
         loss=stacked.loss[0],
         grad_norm=jnp.sqrt(jnp.sum(jnp.square(stacked.grad_norm))),
         clip_factor=jnp.min(stacked.clip_factor),
-        update_norm=jnp.sqrt(jnp.sum(jnp.square(stacked.update_norm))),
+        update_rms=jnp.max(stacked.update_rms),
     )
 
 
