@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stabil.curves._signal import RETURN, THRESHOLD, Signal
+from stabil.curves._signal import LONGEST_ROWS, RETURN, THRESHOLD, Signal
 
 # Mirrors of `stabil.vocabulary.Severity`, which lives beside arrays; a test holds the
 # two together.
@@ -51,6 +51,7 @@ class Judge:
       threshold: score beyond which a value is a spike; in robust standard deviations.
       drift: score that is no evidence of a rise yet.
       floor: smallest standard deviation of the loss to believe, as a share of it.
+      longest: rows after which a high loss or norm is taken as normal, flat or not.
 
     Attributes:
       loss: `Signal` of the loss.
@@ -71,7 +72,7 @@ class Judge:
     __slots__ = (
         "loss norm loss_score norm_score loss_severity nonfinite linear _step "
         "_highest _lowest _distinct _evidence _stale _rises _event _threshold _drift "
-        "_floor"
+        "_floor _longest"
     ).split()
 
     def __init__(
@@ -80,8 +81,10 @@ class Judge:
         threshold: float = THRESHOLD,
         drift: float = DRIFT,
         floor: float = LOSS_FLOOR,
+        longest: int = LONGEST_ROWS,
     ) -> None:
-        self._threshold, self._drift, self._floor = threshold, drift, floor
+        self._threshold, self._drift = threshold, drift
+        self._floor, self._longest = floor, longest
         self.linear = False
         self._step = -math.inf
         self.announce()
@@ -90,8 +93,8 @@ class Judge:
 
     def announce(self) -> None:
         """Learns loss and gradient norm afresh: data, schedule or batch size change."""
-        self.loss = Signal(self._floor, self._threshold)
-        self.norm = Signal(NORM_FLOOR, self._threshold)
+        self.loss = Signal(self._floor, self._threshold, self._longest)
+        self.norm = Signal(NORM_FLOOR, self._threshold, self._longest)
         self._highest, self._lowest = -math.inf, math.inf
         self._distinct, self._evidence = 0, 0.0
         self._stale = math.nan
@@ -148,6 +151,7 @@ class Judge:
         if not signal.armed:
             early = self._early(x, unit)
             signal.step(x)
+            self._stale = loss
             return WARN if early else OK
         z = self.loss_score = signal.step(x)
         if loss != self._stale:

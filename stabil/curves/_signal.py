@@ -48,6 +48,7 @@ class Signal:
     Args:
       floor: smallest standard deviation to believe, in the unit of the values.
       threshold: robust standard deviations that begin an excursion.
+      longest: rows after which an excursion becomes the level, flat or not.
 
     Examples:
       >>> signal = Signal(0.01)
@@ -58,12 +59,14 @@ class Signal:
     """
 
     __slots__ = (
-        "floor threshold level seen excursion accepted spread rise last dips dip "
-        "lows prior candidate wobble earlier"
+        "floor threshold longest level seen excursion accepted spread rise last "
+        "dips dip lows prior candidate wobble earlier"
     ).split()
 
-    def __init__(self, floor: float, threshold: float = THRESHOLD):
-        self.floor, self.threshold = floor, threshold
+    def __init__(
+        self, floor: float, threshold: float = THRESHOLD, longest: int = LONGEST_ROWS
+    ):
+        self.floor, self.threshold, self.longest = floor, threshold, longest
         self.level = self.last = self.candidate = self.earlier = 0.0
         self.spread = _FIRST_NOISE
         self.rise = self.dips = self.dip = self.wobble = 0.0
@@ -157,12 +160,13 @@ class Signal:
         self.last = x
         if rows == ACCEPT_ROWS // 2:
             self.earlier = self.candidate
-        elif rows >= ACCEPT_ROWS and rows % (ACCEPT_ROWS // 2) == 0:
+        flat = False
+        if rows >= ACCEPT_ROWS and rows % (ACCEPT_ROWS // 2) == 0:
             moved = abs(self.candidate - self.earlier)
             flat = moved <= max(2 * noise, self.wobble)
             self.earlier = self.candidate
-            if flat or rows >= LONGEST_ROWS:
-                self._accept(flat)
+        if flat or rows >= self.longest:
+            self._accept(flat)
 
     def _accept(self, flat: bool) -> None:
         wobble = 1.2533141373155003 * self.wobble  # sqrt(pi / 2)

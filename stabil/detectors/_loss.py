@@ -1,0 +1,218 @@
+"""What the loss says of a step: the rules of `stabil.curves.Judge`, compiled.
+
+The loss is judged on its logarithm, and from the first negative loss on as it is.
+Severity by rule:
+  WARN   the loss rises and stays (the sum of min(z, 6) - 2 over its steps, which a step
+         below the level sets to 0, reaches 9) by 5 % or more; or it jumps to 2.5 times
+         its level, or to 1.5 times with a spike of the gradient norm, or in the warm-up
+         to 1.5 times its highest value (3 times in the first steps) and by more than
+         its range so far; a spike that goes on
+  WATCH  a single high loss
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stabil.detectors._level import Height, LevelState, follow
+from stabil.vocabulary import Severity
+
+_FLOOR = 0.005
+_LARGEST = 2.0**60  # losses beyond count as this, so that no sum overflows
+_DRIFT = 2.0
+_EVIDENCE = 9.0
+_LEAST_RISE = math.log(1.05)
+_LARGE_JUMP = math.log(1.5)
+_HUGE_JUMP = math.log(2.5)
+_HUGE_SCORE = 20.0
+_EARLY_JUMP = math.log(3.0)
+_EARLY_VALUES = 8
+_RETURN = 3.0
+
+
+class LossState(NamedTuple):
+    """What the judge remembers of the loss.
+
+    Attributes:
+      level: `LevelState` of the logarithm of the loss, or of the loss if `linear`.
+      linear: bool scalar, whether a negative loss was seen.
+      loss: float32 scalar, the newest usable loss; NaN before.
+      evidence: float32 scalar, how much speaks for a lasting rise.
+      rises: float32 `[2]`, the jumps of the two steps before.
+      rising: bool scalar, whether a spike that was a WARN goes on.
+      highest: float32 scalar, largest value of the warm-up but for blow-ups.
+      lowest: float32 scalar, smallest value of the warm-up.
+      distinct: int32 scalar, values of the warm-up that differ from the one before.
+    """
+
+    level: LevelState
+    linear: jax.Array
+    loss: jax.Array
+    evidence: jax.Array
+    rises: jax.Array
+    rising: jax.Array
+    highest: jax.Array
+    lowest: jax.Array
+    distinct: jax.Array
+
+    @classmethod
+    def empty(cls) -> LossState:
+        """No loss was seen yet; every leaf has its own buffer."""
+        return cls(
+            level=LevelState.empty(),
+            linear=jnp.zeros([], bool),
+            loss=jnp.full([], jnp.nan, jnp.float32),
+            evidence=jnp.zeros([], jnp.float32),
+            rises=jnp.zeros([2], jnp.float32),
+            rising=jnp.zeros([], bool),
+            highest=jnp.full([], -jnp.inf, jnp.float32),
+            lowest=jnp.full([], jnp.inf, jnp.float32),
+            distinct=jnp.zeros([], jnp.int32),
+        )
+
+
+class LossFinding(NamedTuple):
+    """What the loss of one step says.
+
+    Attributes:
+      severity: int32 scalar, `Severity` OK, WATCH or WARN.
+      score: float32 scalar, robust standard deviations above the level.
+      spike: bool scalar, whether the loss is out of line.
+      shifted: bool scalar, whether a higher level was accepted as normal.
+    """
+
+    severity: jax.Array
+    score: jax.Array
+    spike: jax.Array
+    shifted: jax.Array
+
+
+def judge_loss(
+    state: LossState,
+    loss: jax.Array,
+    norm_score: jax.Array,
+    *,
+    threshold: float = 6.0,
+    longest_steps: int = 200,
+) -> tuple[LossState, LossFinding]:
+    """Judges a loss, float32 scalar; one that is not finite changes nothing.
+
+    A loss of exactly 0 says nothing while no negative loss was seen.
+
+    Args:
+      state: what was normal so far.
+      loss: float32 scalar.
+      norm_score: float32 scalar, robust deviations of the gradient norm.
+      threshold: deviations beyond which the loss is out of line.
+      longest_steps: steps after which a high loss is taken as normal.
+    """
+    finite = jnp.isfinite(loss)
+    state = _turn_linear(state, finite & (loss < 0))
+    x = jnp.where(loss > 0, jnp.log(jnp.where(loss > 0, loss, 1.0)), jnp.nan)
+    x = jnp.where(state.linear, jnp.clip(loss, -_LARGEST, _LARGEST), x)
+    x = jnp.where(finite, x, jnp.nan)
+    usable = jnp.isfinite(x)
+    size = jnp.abs(state.level.level)
+    unit = jnp.where(state.linear & (size > 0), size, 1.0)
+    level, height = follow(
+        state.level,
+        x,
+        floor=_FLOOR * unit,
+        threshold=threshold,
+        longest_steps=longest_steps,
+    )
+    new, warn = _weigh(state, loss, height, level, unit, norm_score, threshold)
+    early, warmed = _warm(state, x, unit)
+    new = jax.tree.map(lambda a, b: jnp.where(height.armed, a, b), new, warmed)
+    new = new._replace(level=level, loss=loss)
+    kept = jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, state)
+
+    high = (height.score > threshold) | (level.excursion > 0) & height.armed
+    warn = jnp.where(height.armed, warn, early & usable)
+    severity = jnp.where(high, jnp.int32(Severity.WATCH), jnp.int32(Severity.OK))
+    severity = jnp.where(warn, jnp.int32(Severity.WARN), severity)
+    finding = LossFinding(
+        severity=severity,
+        score=height.score,
+        spike=severity > int(Severity.OK),
+        shifted=height.accepted,
+    )
+    return kept, finding
+
+
+def _weigh(
+    state: LossState,
+    loss: jax.Array,
+    height: Height,
+    level: LevelState,
+    unit: jax.Array,
+    norm_score: jax.Array,
+    threshold: float,
+) -> tuple[LossState, jax.Array]:
+    """Adds up what speaks for a rise; the state and whether it is a WARN."""
+    score, jump = height.score, height.jump / unit
+    gain = jnp.minimum(score, threshold) - _DRIFT
+    most = _EVIDENCE + threshold - _DRIFT
+    evidence = jnp.clip(state.evidence + gain, 0.0, most)
+    evidence = jnp.where(score < 0, 0.0, evidence)
+    # A value that repeats exactly is held over, and no new evidence.
+    evidence = jnp.where(loss == state.loss, state.evidence, evidence)
+
+    out = score > threshold
+    least = jnp.minimum(jnp.min(state.rises), jump)
+    lasting = (score > _RETURN) & (evidence >= _EVIDENCE) & (least >= _LEAST_RISE)
+    warn = (out & state.rising) | lasting
+    warn |= out & (jump > _LARGE_JUMP) & (norm_score > threshold)
+    warn |= (score > _HUGE_SCORE) & (jump > _HUGE_JUMP)
+    new = state._replace(
+        evidence=evidence,
+        rises=jnp.stack([state.rises[1], jump]),
+        rising=(level.excursion > 0) & (warn | state.rising),
+    )
+    return new, warn
+
+
+def _warm(
+    state: LossState, x: jax.Array, unit: jax.Array
+) -> tuple[jax.Array, LossState]:
+    """Whether a loss of the warm-up blows up, and the state after it."""
+    distinct = state.distinct + (x != state.level.last).astype(jnp.int32)
+    least = jnp.where(distinct > _EARLY_VALUES, _LARGE_JUMP, _EARLY_JUMP) * unit
+    limit = state.highest + jnp.maximum(least, state.highest - state.lowest)
+    early = (state.level.observed > 1) & (x > limit)
+    new = state._replace(
+        highest=jnp.where(early, state.highest, jnp.maximum(x, state.highest)),
+        lowest=jnp.where(early, state.lowest, jnp.minimum(x, state.lowest)),
+        distinct=distinct,
+    )
+    return early, new
+
+
+def _turn_linear(state: LossState, negative: jax.Array) -> LossState:
+    """The state for values where it was one for logarithms, at the first negative."""
+    turns = negative & ~state.linear
+    s = state.level
+    factor = jnp.exp(s.level)
+    level = s._replace(
+        level=factor,
+        spread=factor * s.spread,
+        rise=factor * s.rise,
+        wobble=factor * s.wobble,
+        last=jnp.exp(s.last),
+        prior=jnp.exp(s.prior),
+        candidate=jnp.exp(s.candidate),
+        earlier=jnp.exp(s.earlier),
+    )
+    level = jax.tree.map(
+        lambda n, o: jnp.where(turns & (s.observed > 0), n, o), level, s
+    )
+    return state._replace(
+        level=level,
+        linear=state.linear | negative,
+        highest=jnp.where(turns, jnp.exp(state.highest), state.highest),
+        lowest=jnp.where(turns, jnp.exp(state.lowest), state.lowest),
+    )
