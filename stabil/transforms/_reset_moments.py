@@ -30,7 +30,7 @@ class ResetMomentsState(NamedTuple):
       steps: int32 scalar, updates since the run began.
       age: int32 `[leaves]`, steps since the leaf's newest reset; 0 on that step.
       resets: int32 `[leaves]`, resets of each leaf.
-      log_level: float32 `[second moments]`, usual level of each array of second
+      log_level: float32 `[max(second moments, 1)]`, usual level of each array of second
         moments, as a natural logarithm; -inf before the first positive value.
     """
 
@@ -136,7 +136,8 @@ def reset_moments(
             steps=jnp.zeros([], jnp.int32),
             age=jnp.full([leaves], -1, jnp.int32),
             resets=jnp.zeros([leaves], jnp.int32),
-            log_level=jnp.full([len(found.second)], -jnp.inf, jnp.float32),
+            # At least one, as checkpoints refuse arrays without entries.
+            log_level=jnp.full([max(len(found.second), 1)], -jnp.inf, jnp.float32),
         )
 
     def update(
