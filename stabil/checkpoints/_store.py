@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as v0
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from stabil.checkpoints import _leaves
@@ -123,13 +124,13 @@ def load_foreign(item: pathlib.Path) -> Any:
     """
     with _no_abandoned_coroutines():
         try:
-            with v0.PyTreeCheckpointer() as reader:
-                metadata = reader.metadata(str(item)).item_metadata.tree
-                as_arrays = jax.tree.map(
-                    lambda _: v0.RestoreArgs(restore_type=np.ndarray), metadata
-                )
-                arguments = v0.args.PyTreeRestore(restore_args=as_arrays)
-                return reader.restore(str(item), args=arguments)
+            place, reader = epath.Path(item), v0.PyTreeCheckpointHandler()
+            as_arrays = jax.tree.map(
+                lambda _: v0.RestoreArgs(restore_type=np.ndarray),
+                reader.metadata(place).tree,
+            )
+            arguments = v0.args.PyTreeRestore(restore_args=as_arrays)
+            return reader.restore(place, args=arguments)
         except Exception as error:
             problem = _innermost(error)
         gc.collect()
