@@ -146,7 +146,9 @@ def make_report(
         draw(drawing, [clean, ruined, kept], faults, events)
     report = {
         "command": "demo",
-        "passed": checks["within_1_percent"] and checks["parameters_always_finite"],
+        "passed": checks["within_1_percent"]
+        and checks["ran_to_the_end"]
+        and checks["parameters_always_finite"],
         "checks": checks,
         "runs": runs,
         "faults": faults,

@@ -25,9 +25,9 @@ def draw(
     Args:
       path: the file to write.
       runs: clean, unprotected, protected.
-      faults: rows of the report, with `title` and `step`.
-      events: step and kind (`skip`, `reset`, `rollback`) of each intervention in the
-        protected run.
+      faults: rows of the report, with `title` and `batch`.
+      events: batch position and kind (`skip`, `reset`, `rollback`) of each
+        intervention in the protected run.
 
     Raises:
       ImportError: matplotlib is missing.
@@ -45,8 +45,8 @@ def draw(
     losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for run in runs:
         style = {"color": _COLOURS[run.name], "label": run.name, "lw": 1.1}
-        losses.plot(run.steps, run.losses, **style)
-        norms.plot(run.steps, run.grad_norms, **style)
+        losses.plot(run.batches, run.losses, **style)
+        norms.plot(run.batches, run.grad_norms, **style)
         _mark_end(losses, run)
     _mark_faults(losses, norms, faults)
     _mark_events(losses, runs[-1], events)
@@ -59,8 +59,8 @@ def draw(
     losses.legend(loc="upper right", ncols=2, framealpha=0.9)
     norms.set_yscale("log")
     norms.set_ylabel("gradient norm")
-    norms.set_xlabel("step")
-    figure.suptitle("One model, one seed, five planted faults")
+    norms.set_xlabel("batch (a rollback repeats steps, with batches that are new)")
+    figure.suptitle("One model, one seed, five planted faults", fontweight="bold")
     figure.savefig(path, dpi=120)
 
 
@@ -70,26 +70,26 @@ def _mark_end(axes: Any, run: Run) -> None:
     if ends and not any(map(math.isfinite, run.losses[ends[-1] :])):
         last = max((i for i, x in enumerate(run.losses) if math.isfinite(x)), default=0)
         axes.plot(
-            run.steps[last],
+            run.batches[last],
             run.losses[last],
             "X",
             ms=10,
             color=_COLOURS[run.name],
-            label=f"{run.name}: no number from step {run.steps[last] + 1}",
+            label=f"{run.name}: no number from batch {run.batches[last] + 1}",
         )
 
 
 def _mark_faults(losses: Any, norms: Any, faults: Sequence[dict[str, Any]]) -> None:
     for fault in faults:
         for axes in (losses, norms):
-            axes.axvline(fault["step"], color="#999999", ls=":", lw=1)
-        losses.text(
-            fault["step"],
-            0.02,
-            " " + fault["title"],
-            transform=losses.get_xaxis_transform(),
-            rotation=90,
-            ha="right",
+            axes.axvline(fault["batch"], color="#999999", ls=":", lw=1)
+        losses.annotate(
+            fault["title"],
+            (fault["batch"], 1.0),
+            xycoords=losses.get_xaxis_transform(),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
             va="bottom",
             fontsize=9,
             color="#555555",
@@ -97,15 +97,17 @@ def _mark_faults(losses: Any, norms: Any, faults: Sequence[dict[str, Any]]) -> N
 
 
 def _mark_events(axes: Any, run: Run, events: Sequence[tuple[int, str]]) -> None:
-    at = dict(zip(run.steps, run.losses, strict=True))
+    heights, height = {}, run.losses[0]
+    for batch, loss in zip(run.batches, run.losses, strict=True):
+        # A step without a number is marked at the height of the one before it.
+        height = loss if math.isfinite(loss) else height
+        heights[batch] = height
     for kind, mark in _MARKS.items():
-        steps = [
-            s for s, k in events if k == kind and math.isfinite(at.get(s, math.nan))
-        ]
-        if steps:
+        batches = [batch for batch, k in events if k == kind]
+        if batches:
             axes.plot(
-                steps,
-                [at[s] for s in steps],
+                batches,
+                [heights[batch] for batch in batches],
                 mark,
                 ms=7,
                 mec="white",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import stabil
 from stabil.cli._demo_model import cross_entropy
 from stabil.cli._demo_report import Rollback, Seen
 from stabil.cli._demo_train import Run, State, Task, Trace, all_finite
+from stabil.session import TrainingStopped
 from stabil.testing import inject
 from stabil.vocabulary import Controls, Vitals
 
@@ -47,7 +49,7 @@ def train_protected(
         folder / "checkpoints", keep_last=3, save_every=SAVE_EVERY
     )
     session = stabil.Session(
-        folder / "session", checkpoints=keeper, total_steps=task.steps, progress=False
+        folder, checkpoints=keeper, total_steps=task.steps, progress=False
     )
     rows: list[tuple[int, int, Trace, Vitals]] = []
     rollbacks: list[Rollback] = []
@@ -55,8 +57,8 @@ def train_protected(
     def batch_at(position: int) -> dict[str, np.ndarray]:
         return inject.batch(schedule, position, task.batch(position))
 
-    expected = 0
-    with session, keeper:
+    expected, stopped = 0, None
+    with session, keeper, contextlib.suppress(TrainingStopped):
         for step, batch in session.steps(state, batch_at):
             position = int(batch["position"])
             if step != expected:
@@ -70,16 +72,21 @@ def train_protected(
             rows.append((step, position, trace, vitals))
             if step % 10 == 9:
                 tell(step + 1, float(rows[-5][2].loss))
-            state = session.end_step(state, vitals)
+            try:
+                state = session.end_step(state, vitals)
+            except TrainingStopped as error:
+                stopped = error.reason
+                raise
     rows = [(step, at, *jax.device_get(rest)) for step, at, *rest in rows]
     run = Run(
         name="protected",
-        steps=[step for step, *_ in rows],
+        batches=[position for _, position, *_ in rows],
         losses=[float(trace.loss) for _, _, trace, _ in rows],
         grad_norms=[float(trace.grad_norm) for _, _, trace, _ in rows],
         unsound_steps=sum(not trace.sound for _, _, trace, _ in rows),
         final_loss=task.evaluate(state.params),
         seconds=time.perf_counter() - began,
+        stopped=stopped,
     )
     return run, _seen(rows), rollbacks
 

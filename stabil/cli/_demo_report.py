@@ -53,10 +53,10 @@ class Rollback(NamedTuple):
 def interventions(
     seen: Sequence[Seen], rollbacks: Sequence[Rollback]
 ) -> list[tuple[int, str]]:
-    """Step and kind of each skip, reset and rollback, in order of kind."""
-    skips = [(s.step, "skip") for s in seen if s.severity == Severity.BLOCK]
-    resets = [(s.step, "reset") for s in seen if s.resets]
-    return [*skips, *resets, *((r.left, "rollback") for r in rollbacks)]
+    """Batch position and kind of each skip, reset and rollback, in order of kind."""
+    skips = [(s.position, "skip") for s in seen if s.severity == Severity.BLOCK]
+    resets = [(s.position, "reset") for s in seen if s.resets]
+    return [*skips, *resets, *((r.position, "rollback") for r in rollbacks)]
 
 
 def steps_lost(seen: Sequence[Seen], rollbacks: Sequence[Rollback]) -> int:
@@ -91,6 +91,7 @@ def fault_rows(
             {
                 "title": planted.title,
                 "planted": str(fault),
+                "batch": fault.step,
                 "batches": fault.duration,
                 "step": met,
                 "layer": planted.layer or None,
@@ -115,6 +116,7 @@ def run_row(run: Run) -> dict[str, Any]:
     return {
         "final_loss": run.final_loss,
         "nonfinite_parameter_steps": run.unsound_steps,
+        "stopped": run.stopped,
         "seconds": round(run.seconds, 1),
         "skips": 0,
         "clips": 0,
@@ -144,6 +146,7 @@ def verdict(runs: dict[str, dict[str, Any]], faults: Sequence[dict]) -> dict[str
     off = protected / clean - 1
     return {
         "within_1_percent": math.isfinite(off) and abs(off) <= TOLERANCE,
+        "ran_to_the_end": runs["protected"]["stopped"] is None,
         "off_clean": off,
         "parameters_always_finite": runs["protected"]["nonfinite_parameter_steps"] == 0,
         "faults_named_rightly": sum(row["named_rightly"] for row in faults),
@@ -159,7 +162,7 @@ def as_text(report: dict[str, Any]) -> str:
         [
             name,
             f"{row['final_loss']:.4f}",
-            f"{100 * (row['final_loss'] / clean - 1):+.2f}%",
+            _percent(row["final_loss"] / clean - 1),
             row["nonfinite_parameter_steps"],
             *(row[c] for c in columns),
             f"{row['seconds']:.0f}",
@@ -194,6 +197,8 @@ def as_text(report: dict[str, Any]) -> str:
         _sentence(report),
         f"folder: {report['folder']}",
     ]
+    if report["runs"]["protected"]["stopped"]:
+        lines.append(f"stopped early: {report['runs']['protected']['stopped']}")
     if report["picture"]:
         lines.append(f"picture: {report['picture']}")
     return "\n".join(lines)
@@ -203,9 +208,13 @@ def _sentence(report: dict[str, Any]) -> str:
     checks = report["checks"]
     held = "passed" if report["passed"] else "FAILED"
     return (
-        f"{held}: the protected run ended {100 * checks['off_clean']:+.2f}% off the "
+        f"{held}: the protected run ended {_percent(checks['off_clean'])} off the "
         f"clean one (allowed 1%), its parameters were "
         f"{'' if checks['parameters_always_finite'] else 'NOT '}finite at every step, "
         f"{checks['faults_named_rightly']} of {checks['faults_planted']} faults were "
         "named rightly"
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.2f}%" if math.isfinite(share) else "-"

@@ -105,21 +105,23 @@ class Run:
 
     Attributes:
       name: `clean`, `unprotected` or `protected`.
-      steps: the step of each entry below, in the order in which they ran.
+      batches: position in the data of each entry below, rising.
       losses: training loss of each step.
       grad_norms: gradient norm of each step, before any clipping.
       unsound_steps: steps after which a parameter was not finite.
       final_loss: mean loss over the held-out batches at the end, nats a byte.
       seconds: wall time, with compiling and evaluation.
+      stopped: why the session ended the run early, or None.
     """
 
     name: str
-    steps: list[int]
+    batches: list[int]
     losses: list[float]
     grad_norms: list[float]
     unsound_steps: int
     final_loss: float
     seconds: float
+    stopped: str | None = None
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -158,7 +160,7 @@ def train_plainly(
     host = [Trace(*row) for row in jax.device_get(traces)]
     return Run(
         name=name,
-        steps=list(range(task.steps)),
+        batches=list(range(task.steps)),
         losses=[float(t.loss) for t in host],
         grad_norms=[float(t.grad_norm) for t in host],
         unsound_steps=sum(not t.sound for t in host),

@@ -144,7 +144,11 @@ def test_steps_lost_are_skips_and_steps_done_twice():
 def test_a_run_that_ends_off_the_clean_one_fails(final):
     runs = {
         "clean": {"final_loss": 1.0},
-        "protected": {"final_loss": final, "nonfinite_parameter_steps": 0},
+        "protected": {
+            "final_loss": final,
+            "nonfinite_parameter_steps": 0,
+            "stopped": None,
+        },
     }
     assert _demo_report.verdict(runs, [])["within_1_percent"] is False
 
