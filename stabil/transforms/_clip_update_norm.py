@@ -124,7 +124,8 @@ def clip_update_norm(
             norm = _norms.total_norm(_norms.leaf_norms(updates)).astype(dtype)
             finite = jnp.isfinite(norm)
             factor = jnp.where(armed, _scaling.ratio(limit, norm), 1.0)
-            updates = _scaling.scale_tree(updates, factor, finite)
+            rows = [factor] * len(_leaves.measured(updates))
+            updates = _scaling.select_rows(updates, rows, finite)
         # A zero update says nothing about the size of updates, and its log nothing.
         stored = jnp.asarray(True) if parity else finite & (norm > 0)
         return updates, ClipUpdateNormState(

@@ -96,7 +96,7 @@ def clip_update_rms(
             updates = _scaling.multiply(updates, layout.scatter(updates, rows))
         else:
             rows = _scaling.ratio(jnp.asarray(threshold, rms.dtype), rms)
-            updates = _scaling.scale_rows(
+            updates = _scaling.select_rows(
                 updates, layout.scatter(updates, rows), finite
             )
         least = jnp.min(rows, initial=1.0)

@@ -114,7 +114,7 @@ def clippy(
         else:
             norm = _norms.total_norm(_norms.leaf_norms(updates))
             finite = jnp.isfinite(norm)
-            updates = _scaling.scale_rows(
+            updates = _scaling.select_rows(
                 updates, layout.scatter(updates, rows), finite
             )
         least = jnp.min(rows, initial=1.0)

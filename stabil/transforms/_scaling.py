@@ -67,6 +67,20 @@ def scale_tree(tree: Any, factor: jax.Array, finite: jax.Array) -> Any:
     return rewrite_if((factor < 1) | ~finite, tree, change)
 
 
+def select_rows(tree: Any, factors: list[jax.Array], finite: jax.Array) -> Any:
+    """As `scale_rows`, with a select: for updates, which the optimizer has made.
+
+    What follows is the sum with the parameters. XLA fuses it with the optimizer through
+    a select, as it does without one, and not through the loop of `rewrite_if`.
+    """
+    out = []
+    for x, f in zip(_leaves.measured(tree), factors, strict=True):
+        wide = _leaves.widened(x)
+        scaled = jnp.where(f < 1, _leaves.times(wide, f).astype(x.dtype), x)
+        out.append(jnp.where(finite, scaled, jnp.zeros_like(x)))
+    return _leaves.replaced(tree, out)
+
+
 def multiply(tree: Any, factors: list[jax.Array] | jax.Array) -> Any:
     """Plain products, as published codes do: a NaN times 0 stays NaN."""
     leaves = _leaves.measured(tree)

@@ -1,5 +1,6 @@
 """Measured faults of published codes: each shows in parity and not by default."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -138,8 +139,7 @@ def test_one_nan_poisons_the_statistic(name):
     assert not healthy(parity=True)
 
 
-@pytest.mark.parametrize("rule", ["olmo", "maxtext", "levanter", "llmc"])
-def test_one_nan_loss_poisons_the_window_of_a_skip(rule):
+def test_one_nan_loss_poisons_the_window_of_a_skip():
     loss = 3.0 + 0.05 * np.random.default_rng(6).normal(size=STEPS)
     loss[[NAN, SPIKE]] = np.nan, 9.0
     loss = jnp.asarray(loss, jnp.float32)
@@ -151,9 +151,10 @@ def test_one_nan_loss_poisons_the_window_of_a_skip(rule):
         return [int(i) for i in np.nonzero(np.asarray(state.record.skipped))[0]]
 
     assert skipped("robust") == [NAN, SPIKE]
-    # llm.c never skips again; the others skip all of the 16 steps that follow.
-    lasting = [] if rule == "llmc" else list(range(NAN, NAN + 17))
-    assert skipped(rule) == lasting
+    # All of the 16 steps after the NaN, healthy as they are.
+    assert skipped("olmo") == skipped("maxtext") == list(range(NAN, NAN + 17))
+    # And llm.c never skips again, not the NaN either.
+    assert skipped("llmc") == []
 
 
 def test_a_burst_of_spikes_hides_itself_from_mean_and_deviation():
@@ -190,7 +191,8 @@ def test_one_zero_weight_freezes_its_tensor():
     def factor(parity: bool) -> float:
         # The defaults of the released code.
         tx = clippy(lambda_rel=0.1, lambda_abs=1e-7, parity=parity)
-        return float(tx.update(u, tx.init(w), w)[1].clip_factor)
+        step = jax.jit(lambda u, w: tx.update(u, tx.init(w), w)[1].clip_factor)
+        return float(step(u, w))
 
     assert factor(parity=True) < 1e-4
     assert factor(parity=False) > 0.5
