@@ -39,10 +39,13 @@ def skip_bad_micro_batches(
 
     Args:
       max_norm: largest norm that is accumulated; unit of the gradient, > 0.
+
     Returns:
       A function of gradient, step and parameters.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> fn = skip_bad_micro_batches()
@@ -52,6 +55,7 @@ def skip_bad_micro_batches(
       ...     updates, state = tx.update(jnp.array([g]), state)
       >>> print(updates)
       [-2.]
+
     Source: the interface of `optax.MultiSteps`; its default accepts a NaN, which then
     never leaves the accumulator, as that is cleared by a product with 0.
     """
@@ -122,12 +126,15 @@ def accumulate(
       on_bad: "renormalise" steps with the mean of the good micro-batches, "drop" lets a
         window with a bad one pass without a step. A window without any good one never
         steps. An empty micro-batch is not bad.
+
     Returns:
       Transformation; updates are zeros until a window ends. `update` takes the optional
       keywords `loss` (scalar) and `tokens` (count of valid targets that the micro
       gradient is the mean over). State: `AccumulateState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> tx = accumulate(optax.sgd(1.0), 4)
@@ -136,6 +143,7 @@ def accumulate(
       ...     updates, state = tx.update(jnp.array([g]), state)
       >>> print(updates)
       [-2.]
+
     Source: ours, after `optax.MultiSteps`. We differ: (1) a NaN does not enter, and the
     accumulator is cleared by a select. (2) Windows have a fixed length in calls. (3)
     Micro-batches are weighted by their tokens. (4) `inner` does not run on every call.

@@ -56,12 +56,16 @@ def adagc(
         which its gamma restarts at the least norm of that run; >= 1. The default is
         as many as the warm-up takes the first minimum over.
       parity: "official" or "pytorch_optimizer" follows that code to the letter.
+
     Returns:
       Transformation; updates keep shape and dtype. `update` takes the optional
-      keywords `norms` (per-leaf norms, float32 `[leaves]`) and `scale` (loss scale:
+      keywords `norms` (per-leaf norms of this very input, float32 `[leaves]`; leave it
+      out behind another rule that scales) and `scale` (loss scale:
       gamma and limits are those of the gradient divided by it). State: `AdaGCState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = adagc(warmup_steps=1, lambda_rel=2.0)
@@ -69,6 +73,7 @@ def adagc(
       >>> _, state = tx.update(g, tx.init(g))
       >>> print(tx.update({"a": jnp.ones(1), "b": jnp.ones(1)}, state)[0]["a"])
       [1.]
+
     Source: Wang et al., AdaGC: Enhancing LLM Pretraining Stability via Adaptive
     Gradient Clipping, 2025, arXiv 2502.11034; defaults of the released code
     (lambda_rel 1.04, beta 0.99, T_start 100, lambda_abs 1). We differ: (1) a norm of

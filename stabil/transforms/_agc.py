@@ -74,16 +74,20 @@ def adaptive_gradient_clip(
         the weights of the final classifier.
       parity: what becomes of a unit that holds a NaN. "optax", as DeepMind's and timm's
         code: all of it is NaN; "pytorch_optimizer": it passes unclipped; None: see (1).
+
     Returns:
       Transformation; updates keep shape and dtype. State: `AdaptiveGradientClipState`.
+
     Raises:
       ValueError: a hyperparameter is out of range, or `update` gets no `params`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = adaptive_gradient_clip(0.5)
       >>> w, g = jnp.ones((1, 2)), jnp.array([[0.25, 2.0]])
       >>> print(tx.update(g, tx.init(w), w)[0])
       [[0.25 0.5 ]]
+
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without
     Normalization, 2021, section 4; lambda = 0.01 for batches of 4096 and eps = 1e-3
     from there. We differ: (1) a non-finite entry makes the whole step zero and is

@@ -68,12 +68,16 @@ def autoclip(
       exclude: patterns or predicate; such leaves are neither measured nor clipped.
       parity: True follows the published code's arithmetic: eta_c / (n_t + 1e-6), and a
         NaN stays in the history.
+
     Returns:
       Transformation; updates keep shape and dtype. `update` takes the optional
-      keywords `norms` (per-leaf norms, float32 `[leaves]`) and `scale` (loss scale:
+      keywords `norms` (per-leaf norms of this very input, float32 `[leaves]`; leave it
+      out behind another rule that scales) and `scale` (loss scale:
       the history holds norms divided by it). State: `AutoClipState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = autoclip(percentile=50.0)
@@ -82,6 +86,7 @@ def autoclip(
       ...     updates, state = tx.update(jnp.array([n]), state)
       >>> print(updates)
       [1.]
+
     Source: Seetharaman et al., AutoClip: Adaptive Gradient Clipping for Source
     Separation Networks, 2020, arXiv 2007.14469. We differ: (1) the newest `window`
     norms instead of all, so memory is fixed and late norms are followed. The authors

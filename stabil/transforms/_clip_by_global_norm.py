@@ -57,13 +57,17 @@ def clip_by_global_norm(
         says that a group is meant.
       parity: "optax" or "torch" follows that code to the letter, overflow and NaN
         included; None departs from both as numbered below.
+
     Returns:
       Transformation; updates keep shape and dtype. `update` takes the optional
-      keywords `norms` (per-leaf norms that were measured already, float32 `[leaves]`)
+      keywords `norms` (per-leaf norms of this very input, float32 `[leaves]`; leave it
+      out behind another rule that scales)
       and `scale` (loss scale: the gradient at hand is `scale` times the true one, to
       which `max_norm` and the reported norm refer). State: `ClipByGlobalNormState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = clip_by_global_norm(1.0)
@@ -71,6 +75,7 @@ def clip_by_global_norm(
       >>> updates, state = tx.update(g, tx.init(g))
       >>> print(updates["x"], updates["y"], state.norm)
       [0.6] [0.8] 5.0
+
     Source: Pascanu et al., On the difficulty of training recurrent neural networks,
     2013. The default c = 1 is common in large-model training. We differ: (1) the norm
     is taken in float32 whatever the leaves are; Optax sums bfloat16 squares in bfloat16

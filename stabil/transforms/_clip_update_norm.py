@@ -62,20 +62,23 @@ def clip_update_norm(
         it is filled.
       deviations: k, robust standard deviations above the median; > 0.
       parity: True follows Levanter's code: mean + k * standard deviation of the norms.
+
     Returns:
-      Transformation; updates keep shape and dtype. `update` takes the optional keyword
-      `norms` only for its own input: it is not read, as the update is not the gradient.
-      State: `ClipUpdateNormState`.
+      Transformation; updates keep shape and dtype. The keyword `norms` is not read: it
+      describes the gradient, and this is the update. State: `ClipUpdateNormState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = clip_update_norm(window=4)
       >>> state = tx.init(jnp.ones(1))
       >>> for u in (1.0, 1.0, 1.0, 9.0):
       ...     updates, state = tx.update(jnp.array([u]), state)
-      >>> print(updates, state.norm)
-      [1.1618341] 9.0
+      >>> print(updates.round(2), state.norm)
+      [1.16] 9.0
+
     Source: Levanter, `optim/clip_update_norm.py` (W = 128, k = 3), no paper. We differ:
     (1) median and MAD of logarithms: in the published rule a spike widens the limit
     that its neighbour is held against. (2) A non-finite step is zeros and is not

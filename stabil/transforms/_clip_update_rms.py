@@ -54,10 +54,13 @@ def clip_update_rms(
         `[layers, ...]` and have an RMS a layer.
       exclude: patterns or predicate; such leaves pass unclipped.
       parity: True multiplies every tensor, as Optax does: a NaN makes its tensor NaN.
+
     Returns:
       Transformation; updates keep shape and dtype. State: `ClipUpdateRmsState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = clip_update_rms(1.0)
@@ -65,6 +68,7 @@ def clip_update_rms(
       >>> updates, _ = tx.update(u, tx.init(u))
       >>> print(updates["a"], updates["b"])
       [1. 1. 1. 1.] [0.5 0.5 0.5 0.5]
+
     Source: Shazeer and Stern, Adafactor, 2018, arXiv 1804.04235, section 6, d = 1. We
     differ: (1) a non-finite step is zeros for the whole tree and is counted. (2) An
     update under the limit stays bit-identical. (3) Stacked layers have their own RMS.

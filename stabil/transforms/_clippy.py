@@ -61,16 +61,20 @@ def clippy(
         embeddings.
       parity: True follows the published `shrink_by_references`: no rho, and a NaN makes
         the whole tensor NaN.
+
     Returns:
       Transformation; updates keep shape and dtype. State: `ClippyState`.
+
     Raises:
       ValueError: a hyperparameter is out of range, or `update` gets no `params`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = clippy(lambda_rel=0.5, lambda_abs=0.0)
       >>> w, u = jnp.array([2.0, 1.0]), jnp.array([-1.0, 1.0])
       >>> print(tx.update(u, tx.init(w), w)[0])
       [-0.5  0.5]
+
     Source: Tang et al., Improving Training Stability for Multitask Ranking Models in
     Recommender Systems, 2023, arXiv 2302.09178; lambda_rel 0.5 and lambda_abs 1e-2 from
     there. The released code defaults to 0.1 and 1e-7. We differ: (1) `rms_floor`: with

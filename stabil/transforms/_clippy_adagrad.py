@@ -59,16 +59,20 @@ def clippy_adagrad(
       accumulate: g^2 enters G "before" the step (the paper), "after" it (the default of
         the released code), or "clipped" after it, with sigma * g.
       parity: True: one small weight may hold its tensor still, and NaN spreads.
+
     Returns:
       Transformation; updates keep shape and dtype. State: `ClippyAdagradState`.
+
     Raises:
       ValueError: a hyperparameter is out of range, or `update` gets no `params`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = clippy_adagrad(1.0, lambda_abs=0.0)
       >>> w = jnp.ones(2)
-      >>> print(tx.update(jnp.ones(2), tx.init(w), w)[0])
+      >>> print(tx.update(jnp.ones(2), tx.init(w), w)[0].round(3))
       [-0.5 -0.5]
+
     Source: as `clippy`; initial_accumulator and eps of the released code. We differ as
     `clippy` does: (1) with rho = 0.1; (2) a non-finite gradient changes nothing.
     """

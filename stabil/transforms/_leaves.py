@@ -40,7 +40,7 @@ def is_traced(x: Any) -> bool:
 def matches(paths: Paths, name: str) -> bool:
     """Whether a slash path is chosen: by a predicate, or by one of the patterns."""
     if callable(paths):
-        return bool(paths(name))
+        return paths(name)
     patterns = (paths,) if isinstance(paths, str) else paths
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

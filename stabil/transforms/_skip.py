@@ -155,6 +155,7 @@ def leaf_name(tree: Any, position: Any) -> str | None:
     Args:
       tree: the parameters (or gradients), as handed to `update`.
       position: an integer, or a device scalar, which is read.
+
     Examples:
       >>> leaf_name({"a": 1.0, "b": {"kernel": 2.0}}, 1)
       'b/kernel'
@@ -171,8 +172,10 @@ def was_skipped(opt_state: Any) -> jax.Array:
 
     Returns:
       bool scalar; True when any wrapper inside skipped.
+
     Raises:
       ValueError: the state holds no skipping wrapper.
+
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> from stabil.transforms import skip_nonfinite

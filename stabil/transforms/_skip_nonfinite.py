@@ -45,13 +45,16 @@ def skip_nonfinite(
         they are skipped all the same. >= 1.
       parity: True behaves as `optax.apply_if_finite`: it looks at the gradient only,
         and after more than `max_consecutive_steps` in a row the bad step is taken.
+
     Returns:
       Transformation. `update` takes the optional keywords `loss` (scalar), `tokens`
       (count of valid targets; 0 means an empty batch, which is skipped and no failure)
       and `norms` (per-leaf norms, float32 `[leaves]`). With `params`, a bad step tests
       them, and finds a run that skipping cannot save. State: `SkipNonfiniteState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> tx = skip_nonfinite(optax.adam(0.1))
@@ -59,6 +62,7 @@ def skip_nonfinite(
       >>> updates, state = tx.update(jnp.array([1.0, jnp.nan]), tx.init(w), w)
       >>> print(updates, int(state.record.skipped_steps))
       [0. 0.] 1
+
     Source: `optax.apply_if_finite` (limit 5 in its examples). We differ: (1) no
     non-finite value ever reaches `inner`; there the step after the limit is taken, and
     Adam's moments are NaN from then on. (2) The loss is tested as well. (3) An empty

@@ -78,13 +78,16 @@ def skip_spikes(
       max_consecutive_steps: spikes in a row after which the step is taken and the run
         becomes the new window; >= 1. Robust rule only; a non-finite step is never
         taken.
+
     Returns:
       Transformation. `update` takes the optional keywords `loss` (scalar), `grad_norm`
       (the norm to judge, when the gradient at hand has been clipped), `tokens` (0 means
       an empty batch), `norms` (per-leaf norms, float32 `[leaves]`) and `scale` (loss
       scale that the gradient carries). State: `SkipSpikesState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp, optax
       >>> tx = skip_spikes(optax.sgd(1.0), window=4)
@@ -93,6 +96,7 @@ def skip_spikes(
       ...     updates, state = tx.update(jnp.ones(1), state, loss=jnp.array(loss))
       >>> print(updates, int(state.record.skipped_steps))
       [0.] 1
+
     Source: W = 128 and k = 6 of OLMo 2 (arXiv 2501.00656), SkipStepOptimizer of
     OLMo-core, after llm.c's outlier detector; median and MAD after Huber, Robust
     Statistics. We differ from those: (1) median and MAD: of five equal spikes in a row
@@ -183,8 +187,8 @@ def skip_spikes(
         new, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
+        factor = jnp.where(skipped, 0.0, 1.0)
         if rule in ("olmo", "levanter"):
-            factor = jnp.where(skipped, 0.0, 1.0)
             new = _scaling.multiply(new, factor)
         else:
             new = _tree.zeros_unless(~skipped, new)

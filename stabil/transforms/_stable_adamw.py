@@ -60,15 +60,19 @@ def scale_by_stable_adamw(
       weight_decay: lambda; needs `params` unless 0; >= 0.
       no_decay: patterns or predicate on slash paths of leaves that do not decay.
       parity: True lets a non-finite gradient into the moments, as the published codes.
+
     Returns:
       Transformation; updates keep shape and dtype. State: `StableAdamWState`.
+
     Raises:
       ValueError: a hyperparameter is out of range, or decay has no `params`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = scale_by_stable_adamw(weight_decay=0.0)
       >>> print(tx.update(jnp.ones(2), tx.init(jnp.ones(2)))[0].round(3))
       [1. 1.]
+
     Source: see `stable_adamw`.
     """
     where = "scale_by_stable_adamw"
@@ -177,16 +181,20 @@ def stable_adamw(
       weight_decay: lambda; >= 0.
       no_decay: patterns or predicate on slash paths of leaves that do not decay.
       parity: True lets a non-finite gradient into the moments, as the published codes.
+
     Returns:
       Transformation; updates keep shape and dtype; the moments are float32 (or 64).
+
     Raises:
       ValueError: a hyperparameter is out of range, or decay has no `params`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = stable_adamw(0.1)
       >>> w = jnp.ones(2)
       >>> print(tx.update(jnp.ones(2), tx.init(w), w)[0].round(3))
       [-0.101 -0.101]
+
     Source: Wortsman et al., Stable and low-precision training for large-scale
     vision-language models, 2023, arXiv 2304.13013; betas, eps and decay of the optimi
     package (pytorch-optimizer: eps 1e-8). We differ: (1) a non-finite gradient changes

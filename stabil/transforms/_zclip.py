@@ -93,12 +93,16 @@ def zclip(
       max_consecutive_steps: outliers in a row that become the new level; >= 1. The
         default is as many as seed the statistics at first.
       parity: True follows the published code to the letter, lock-up included.
+
     Returns:
       Transformation; updates keep shape and dtype. `update` takes the optional
-      keywords `norms` (per-leaf norms, float32 `[leaves]`) and `scale` (loss scale:
+      keywords `norms` (per-leaf norms of this very input, float32 `[leaves]`; leave it
+      out behind another rule that scales) and `scale` (loss scale:
       statistics are those of the gradient divided by it). State: `ZClipState`.
+
     Raises:
       ValueError: a hyperparameter is out of range.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> tx = zclip(warmup_steps=2)
@@ -108,6 +112,7 @@ def zclip(
       >>> updates, state = tx.update(jnp.array([50.0]), state)
       >>> print(bool(updates[0] < 1.2), int(state.clipped_steps))
       True 1
+
     Source: Kumar et al., ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025,
     arXiv 2504.02507, with all defaults. We differ: (1) `max_consecutive_steps` outliers
     in a row become the statistics: after a lasting rise of 10 deviations the published
