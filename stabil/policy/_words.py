@@ -24,6 +24,7 @@ class Observation(NamedTuple):
       score: largest robust deviation of any signal, in robust standard deviations.
       resets: leaves whose moments the guard restarted in this step.
       data_index: position of the step's batch in the data; -1 when unknown.
+      batch_id: what the user calls the batch, or None.
       damaged: name of a leaf of the state that was found non-finite, or None.
       can_roll_back: whether there are checkpoints to go back to.
     """
@@ -38,6 +39,7 @@ class Observation(NamedTuple):
     score: float = 0.0
     resets: int = 0
     data_index: int = -1
+    batch_id: str | None = None
     damaged: str | None = None
     can_roll_back: bool = True
 

@@ -42,7 +42,11 @@ class Data:
     def __init__(self, source: Callable[[int], Any] | Iterable[Any], position: int = 0):
         self.position = position
         self.windows: list[tuple[int, int]] = []
+        self._connect(source)
+
+    def _connect(self, source: Callable[[int], Any] | Iterable[Any]) -> None:
         self._source: Any = source
+        self._held: tuple[int, Any] | None = None
         self._iterator: Any = None
         self.kind = "function"
         if callable(source) and not hasattr(source, "__next__"):
@@ -60,29 +64,31 @@ class Data:
     def use(self, source: Callable[[int], Any] | Iterable[Any]) -> None:
         """Goes on with another source, whose first batch has the next position."""
         if source is not self._source:
-            windows = self.windows
-            self.__init__(source, self.position)
-            self.windows = windows
-
-    def again(self, index: int, batch: Any) -> Any:
-        """A batch that was drawn already, made anew where the source can."""
-        return self._source(index) if self.kind == "function" else batch
+            self._connect(source)
 
     def skip(self, first: int, last: int) -> None:
         """Leaves the positions `first` to `last` out from now on."""
         if (first, last) not in self.windows:
             self.windows.append((first, last))
 
-    def draw(self) -> tuple[int, Any]:
+    def draw(self, again: bool = False) -> tuple[int, Any]:
         """Position and batch of the next step.
+
+        Args:
+          again: the call after this one is to give the same.
 
         Raises:
           StopIteration: the source has ended.
         """
+        if self._held is not None:
+            (index, batch), self._held = self._held, None
+            # Made anew where it can be: a step may donate its batch.
+            return index, self._source(index) if self.kind == "function" else batch
         self._pass_windows()
         index = self.position
         batch = self._source(index) if self.kind == "function" else self._next()
         self.position = index + 1
+        self._held = (index, batch) if again else None
         return index, batch
 
     def get_state(self) -> dict[str, Any]:

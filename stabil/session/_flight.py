@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,22 @@ import numpy as np
 from stabil._tree import is_measured, path_name
 from stabil.policy import Observation
 from stabil.vocabulary import Vitals
+
+
+class InFlight(NamedTuple):
+    """A step whose vitals have not been read yet.
+
+    Attributes:
+      step: number of the step.
+      data_index: position of its batch.
+      batch_id: what the user calls the batch, or None.
+      vitals: of the step, on the device.
+    """
+
+    step: int
+    data_index: int
+    batch_id: str | None
+    vitals: Vitals
 
 
 def start_copy(vitals: Vitals) -> None:
@@ -34,13 +50,11 @@ def fetch(vitals: Vitals) -> Vitals:
     return jax.tree.map(np.asarray, vitals)
 
 
-def to_observation(
-    step: int, data_index: int, vitals: Vitals, resets_before: int
-) -> Observation:
+def to_observation(flown: InFlight, vitals: Vitals, resets_before: int) -> Observation:
     """What the ladder needs of vitals whose leaves are on the host."""
     measures = vitals.measures
     return Observation(
-        step=step,
+        step=flown.step,
         severity=int(vitals.verdict.severity),
         causes=vitals.causes if int(vitals.verdict.flags) else (),
         first=vitals.first,
@@ -50,7 +64,8 @@ def to_observation(
         score=float(vitals.verdict.score),
         # The tally goes back with the state in a rollback, so a difference can be < 0.
         resets=max(0, int(vitals.tally.resets) - resets_before),
-        data_index=data_index,
+        data_index=flown.data_index,
+        batch_id=flown.batch_id,
     )
 
 

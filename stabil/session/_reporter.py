@@ -82,6 +82,7 @@ class Reporter:
             severity=Severity(seen.severity).name.lower(),
             layer=seen.first,
             data_index=seen.data_index,
+            batch_id=seen.batch_id,
             text=action.reason,
             numbers=action.numbers,
         )

@@ -14,6 +14,7 @@ from stabil.session._tags import HealthTags
 from stabil.telemetry import RunFolder
 
 _NOTES = "session.json"
+_FIRST = "the state that the run began with"
 
 
 class Return(NamedTuple):
@@ -58,10 +59,10 @@ class Rescue:
             return None
         self._alike = Alike(state)
         notes = from_first(self._folder.read(_NOTES))
-        newest = from_first(self.keeper.newest_healthy())
+        newest = from_first(self._newest_healthy())
         if newest is None:
             self._save(0, state, data, force=True)
-            self.keeper.mark(0, "healthy", "the state that the run began with")
+            self.keeper.mark(0, "healthy", _FIRST)
             return None
         if max(self.keeper.steps()) > newest:
             # What lies behind is not known to be healthy and would be in the way of
@@ -83,6 +84,22 @@ class Rescue:
         if known:
             self._policy.set_state(max(known, key=lambda p: p["seen"]))
         return Return(self._alike(found.state), found.step)
+
+    def _newest_healthy(self) -> int | None:
+        """The newest healthy step, or None when the keeper holds no step at all."""
+        steps = self.keeper.steps()
+        if steps and self.keeper.newest_healthy() is None and 0 in steps:
+            # Killed before the tag of the first state was on the disk.
+            self.keeper.mark(0, "healthy", _FIRST)
+        newest = self.keeper.newest_healthy()
+        if steps and newest is None:
+            tags = ", ".join(f"{step} {tag}" for step, tag in steps.items())
+            raise LookupError(
+                f"needed a healthy checkpoint to resume from, got {tags}; judge one "
+                "with `stabil checkpoints mark RUN STEP healthy`, or begin a new run "
+                "in another folder"
+            )
+        return newest
 
     def is_due(self, step: int) -> bool:
         """Whether the keeper says that it would save now; False if it cannot say."""

@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+import jax
+
 from stabil.policy import Ladder
 from stabil.session._agree import claim
 from stabil.session._controls import ControlBoard
 from stabil.session._data import Data
 from stabil.session._ending import Ending
-from stabil.session._flight import start_copy
+from stabil.session._flight import InFlight, start_copy
 from stabil.session._reporter import Reporter
 from stabil.session._rescue import Return
 from stabil.session._stop import TrainingStopped
@@ -83,7 +85,8 @@ class Session:
         own = getattr(checkpoints, "directory", None)
         self.folder = claim(run_dir, ignore=[own] if own else [])
         self.policy = Ladder() if policy is None else policy
-        line = ProgressLine(total_steps, on=bool(progress), always=progress == "always")
+        shown = bool(progress) and jax.process_index() == 0
+        line = ProgressLine(total_steps, on=shown, always=progress == "always")
         self._reporter = Reporter(self.folder, sinks, alerts, line)
         self._watch = Watch(self.folder, checkpoints, self.policy, self._reporter)
         self._ending = Ending(self._reporter)
@@ -91,9 +94,8 @@ class Session:
         self._data: Any = None  # `Data` from the first `steps` or `resume` on
         self._step = 0
         self._open: tuple[int, int] | None = None  # step and position being run
-        self._again: tuple[int, Any] | None = None  # batch that runs once more
         self._return: Return | None = None  # handed over by the next end_step
-        self._flight: collections.deque[tuple[int, int, Vitals]] = collections.deque()
+        self._flight: collections.deque[InFlight] = collections.deque()
         self._board = ControlBoard()
         self._running = self._closed = False
 
@@ -131,6 +133,7 @@ class Session:
 
         Raises:
           TypeError: the data are none of these.
+          LookupError: the keeper holds steps, and none of them is healthy.
           RuntimeError: the loop's body did not call `end_step`, or another loop runs.
         """
         if self._running:
@@ -141,12 +144,16 @@ class Session:
         self._begin(state, batch_for_step)
         return self._loop()
 
-    def end_step(self, state: Any, vitals: Vitals) -> Any:
+    def end_step(
+        self, state: Any, vitals: Vitals, *, batch_id: str | None = None
+    ) -> Any:
         """Ends a step; returns the state to go on with, which may be an older one.
 
         Args:
           state: the train step's new state.
           vitals: the step's vitals, not yet read.
+          batch_id: what you call the batch, for events and alerts; for example the
+            file and row it came from.
 
         Raises:
           RuntimeError: no step is open.
@@ -163,7 +170,7 @@ class Session:
         if self._return is not None:
             found, self._return = self._return, None
             return found.state
-        self._flight.append((step, index, vitals))
+        self._flight.append(InFlight(step, index, batch_id, vitals))
         self._step = step + 1
         is_last = self._step == self._total
         # A save waits for the running step in any case, so it may as well be judged.
@@ -252,7 +259,8 @@ class Session:
         try:
             while self._total is None or self._step < self._total:
                 try:
-                    index, batch = self._draw()
+                    # The first step after a resume runs twice, see above.
+                    index, batch = self._data.draw(again=self._return is not None)
                 except StopIteration:
                     break
                 self._open = (self._step, index)
@@ -278,20 +286,11 @@ class Session:
             self._read_rest()
             self._reporter.log.flush()
 
-    def _draw(self) -> tuple[int, Any]:
-        if self._again is not None:
-            (index, batch), self._again = self._again, None
-            return index, self._data.again(index, batch)
-        index, batch = self._data.draw()
-        if self._return is not None:  # the coming step's result is thrown away
-            self._again = (index, batch)
-        return index, batch
-
     def _observe(self, state: Any) -> Any:
         """Reads the oldest step in flight; the state to go back to, or None."""
-        step, index, vitals = self._flight.popleft()
+        oldest = self._flight.popleft()
         try:
-            found = self._watch.observe(step, index, vitals, state, self._step)
+            found = self._watch.observe(oldest, state, self._step)
         except TrainingStopped as error:
             self._flight.clear()
             self._ending.stop(self._step, error)

@@ -27,11 +27,11 @@ def apply_gradients(
       The new state, and the `Vitals` for `Session.end_step`.
 
     Examples:
-      >>> import jax.numpy as jnp, optax, stabil
+      >>> import jax, jax.numpy as jnp, optax, stabil
       >>> from flax.training.train_state import TrainState
       >>> tx = stabil.guard(optax.sgd(0.5))
       >>> state = TrainState.create(apply_fn=None, params=jnp.ones(2), tx=tx)
-      >>> state, vitals = apply_gradients(state, jnp.ones(2), loss=jnp.float32(1.0))
+      >>> state, vitals = jax.jit(apply_gradients)(state, jnp.ones(2), loss=1.0)
       >>> print(state.params, int(state.step), vitals.severity.name)
       [0.5 0.5] 1 OK
     """

@@ -7,12 +7,11 @@ from typing import Any
 from stabil.policy import Action, Ladder, Observation
 from stabil.session._account import Account
 from stabil.session._data import Data
-from stabil.session._flight import DamageCheck, fetch, to_observation
+from stabil.session._flight import DamageCheck, InFlight, fetch, to_observation
 from stabil.session._reporter import Reporter
 from stabil.session._rescue import Rescue, Return
 from stabil.session._stop import TrainingStopped
 from stabil.telemetry import Event, RunFolder
-from stabil.vocabulary import Vitals
 
 _LONGEST_POSTPONEMENT = 50  # steps
 
@@ -46,15 +45,11 @@ class Watch:
         due, self._reset_due = self._reset_due, False
         return due
 
-    def observe(
-        self, step: int, index: int, vitals: Vitals, state: Any, next_step: int
-    ) -> Return | None:
+    def observe(self, flown: InFlight, state: Any, next_step: int) -> Return | None:
         """Reads one step's vitals and acts on them.
 
         Args:
-          step: number of the step.
-          index: position of its batch.
-          vitals: of the step.
+          flown: the step, which may still be running.
           state: the newest state, or None when the loop has ended and it is too late
             for anything but a line in the log.
           next_step: step that would run next.
@@ -65,8 +60,8 @@ class Watch:
         Raises:
           TrainingStopped: the ladder has given up.
         """
-        vitals = fetch(vitals)
-        seen = to_observation(step, index, vitals, self._resets)
+        vitals = fetch(flown.vitals)
+        seen = to_observation(flown, vitals, self._resets)
         self._resets = int(vitals.tally.resets)
         seen = seen._replace(
             damaged=None if state is None else self._damage(seen, state),
@@ -76,7 +71,7 @@ class Watch:
         self.account.observe(seen)
         if self.rescue.tags:
             trouble, cause = self._policy.in_trouble, ", ".join(seen.causes)
-            self.rescue.tags.observe(step, trouble, cause)
+            self.rescue.tags.observe(seen.step, trouble, cause)
         found = None
         for action in actions:
             if state is None and action.kind in ("rollback", "stop"):

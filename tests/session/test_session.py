@@ -387,6 +387,45 @@ def test_progress_is_forced_or_off(tmp_path, monkeypatch):
         assert ("step 1/3  loss 1  grad_norm 0.5" in stream.getvalue()) == shown
 
 
+def test_events_and_alerts_name_the_users_batch(tmp_path):
+    inbox = []
+
+    class Inbox:
+        def send(self, title, text, severity):
+            inbox.append(text)
+
+    with Session(tmp_path / "run", alerts=[Inbox()], total_steps=3) as session:
+        state = jnp.float32(0)
+        for step, _ in session.steps(state, abs):
+            vitals = make_vitals("loss_spike", severity=3 if step == 1 else 0)
+            state = session.end_step(state, vitals, batch_id=f"shard-7:{step}")
+    assert actions(tmp_path / "run", "skip")[0].batch_id == "shard-7:1"
+    assert "at step 1, batch shard-7:1: skip" in inbox[0]
+
+
+def test_a_run_killed_before_its_first_tag_can_begin_again(tmp_path, keeper):
+    session = Session(tmp_path / "run", checkpoints=keeper)
+    train(session, until=2)
+    keeper.tags[0] = "pending"
+    with Session(tmp_path / "run", checkpoints=keeper, total_steps=10) as session:
+        state, ran = train(session)
+    assert state == 10.0 and ran[:2] == [(0, 0), (0, 0)]
+
+
+def test_a_keeper_without_a_healthy_step_is_no_place_to_resume_from(tmp_path, keeper):
+    for step, tag in ((5, "suspect"), (10, "pending")):
+        keeper.save(step, jnp.float32(0), force=True)
+        keeper.tags[step] = tag
+    text = (
+        "needed a healthy checkpoint to resume from, got 5 suspect, 10 pending; judge "
+        "one with `stabil checkpoints mark RUN STEP healthy`, or begin a new run in "
+        "another folder"
+    )
+    with Session(tmp_path / "run", checkpoints=keeper) as session:
+        with pytest.raises(LookupError, match=f"^{re.escape(text)}$"):
+            session.steps(jnp.float32(0), abs)
+
+
 def test_summary_is_json(tmp_path, keeper):
     with Session(tmp_path / "run", checkpoints=keeper, total_steps=30) as session:
         train(session, bad={12, 13, 14})

@@ -1,5 +1,6 @@
 """One of two processes of a run whose second one gets corrupt data."""
 
+import functools
 import json
 import pathlib
 import sys
@@ -15,11 +16,6 @@ from stabil.session import Session
 from stabil.telemetry import read_events
 from stabil.vocabulary import Cause, Measures, Severity, Tally, Verdict, Vitals
 
-port, process, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
-jax.distributed.initialize(f"localhost:{port}", 2, process)
-mesh = Mesh(np.asarray(jax.devices()), "batch")
-split = NamedSharding(mesh, PartitionSpec("batch"))
-
 
 @jax.jit
 def train_step(state, batch):
@@ -33,12 +29,13 @@ def train_step(state, batch):
     return jnp.where(ok, state + 1, state), vitals
 
 
-def batch_for_step(i):
+def batch_for_step(i, process):
+    split = NamedSharding(Mesh(np.asarray(jax.devices()), "x"), PartitionSpec("x"))
     mine = np.full([1], np.nan if process == 1 and 37 <= i < 41 else 1.0, np.float32)
     return jax.make_array_from_process_local_data(split, mine)
 
 
-def run(name, keeper, total, turns=None):
+def run(folder, process, name, keeper, total, turns=None):
     session = Session(
         # Disks of their own, and nothing on the second one after a restart.
         folder / f"{name}-{process}" if process else folder / "run",
@@ -47,10 +44,11 @@ def run(name, keeper, total, turns=None):
         total_steps=total,
         progress=False,
     )
+    batches = functools.partial(batch_for_step, process=process)
     ran = []
     with session:
         state = jnp.float32(0)
-        for step, batch in session.steps(state, batch_for_step):
+        for step, batch in session.steps(state, batches):
             ran.append([step, session._open[1]])
             state, vitals = train_step(state, batch)
             state = session.end_step(state, vitals)
@@ -59,8 +57,15 @@ def run(name, keeper, total, turns=None):
     return ran, float(state)
 
 
-keeper = FakeKeeper(save_every=10)
-first = run("first", keeper, 60, turns=44)
-second = run("second", keeper, 60)
-events = [[e.step, e.action] for e in read_events(folder / "run") if not process]
-print(json.dumps({"first": first, "second": second, "events": events}))
+def main(port, process, folder):
+    process, folder = int(process), pathlib.Path(folder)
+    jax.distributed.initialize(f"localhost:{port}", 2, process)
+    keeper = FakeKeeper(save_every=10)
+    first = run(folder, process, "first", keeper, 60, turns=44)
+    second = run(folder, process, "second", keeper, 60)
+    events = [[e.step, e.action] for e in read_events(folder / "run") if not process]
+    print(json.dumps({"first": first, "second": second, "events": events}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
