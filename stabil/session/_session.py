@@ -67,8 +67,8 @@ class Session:
       ...     for step, batch in session.steps(state, lambda i: batches[i]):
       ...         state, vitals = train_step(state, batch, session.controls)
       ...         state = session.end_step(state, vitals)
-      >>> [(e["step"], e["action"]) for e in session.summary()["events"][1:-1]]
-      [(2, 'skip'), (2, 'look')]
+      >>> session.summary()["blocked"], session.summary()["events"][1]["cause"]
+      (1, 'nonfinite_loss,nonfinite_gradient')
     """
 
     def __init__(
