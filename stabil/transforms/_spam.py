@@ -11,7 +11,7 @@ import optax
 from stabil import _tree
 from stabil.transforms import _check, _leafwise, _leaves, _masks
 from stabil.transforms._descend import descend
-from stabil.transforms._spam_step import Clock, Rates, step
+from stabil.transforms._spam_step import Clock, Rates, Times, read_clock, step
 
 Parity = Literal["", "official", "pytorch_optimizer"]
 
@@ -49,7 +49,7 @@ def scale_by_spam(
     grace_steps: int = 20,
     density: float = 1.0,
     seed: int = 0,
-    bias_correction: Literal["restart", "official"] | None = None,
+    bias_correction: Literal["restart", "official", "none"] | None = None,
     parity: Parity = "",
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction with SPAM's spike clip, momentum reset and warm-up.
@@ -90,8 +90,8 @@ def scale_by_spam(
       density: share of the coordinates of each matrix that keep moments and move;
         1 is dense, in (0, 1].
       seed: of the masks; masks are drawn from the seed, the cycle and the leaf.
-      bias_correction: `"restart"` or `"official"` (counter never restarts); None takes
-        what `parity` implies.
+      bias_correction: `"restart"`, `"official"` (counter never restarts) or `"none"`;
+        None takes what `parity` implies.
       parity: `""` for the cured method, `"official"`, or `"pytorch_optimizer"`.
 
     Returns:
@@ -130,10 +130,11 @@ def scale_by_spam(
     if bias_correction is None:
         bias_correction = "official" if faithful else "restart"
     _leafwise.check_choice(
-        name, "bias_correction", bias_correction, ("restart", "official")
+        name, "bias_correction", bias_correction, ("restart", "official", "none")
     )
-    rates = Rates(b1, b2, eps, threshold, faithful)
+    rates = Rates(b1, b2, eps, threshold, faithful, bias_correction != "none")
     period = _leafwise.never(every_steps)
+    times = Times(period, warmup_steps, grace_steps, parity, bias_correction)
 
     def init(params: Any) -> ScaleBySpamState:
         def zeros(p: jax.Array) -> jax.Array:
@@ -153,28 +154,6 @@ def scale_by_spam(
             clipped=jnp.zeros([leaves], jnp.float32),
         )
 
-    def read_clock(
-        state: ScaleBySpamState, steps: Any, flags: Any, dtype: Any
-    ) -> Clock:
-        age = jnp.where(flags, 0, optax.safe_increment(state.age))
-        resets = state.resets + flags.astype(jnp.int32)
-        scale = _leafwise.warmup_scale(
-            age, warmup_steps, dtype, ahead=int(parity == "pytorch_optimizer")
-        )
-        clip = age >= grace_steps
-        if faithful:
-            grown = (steps >= grace_steps) & (steps % period >= grace_steps)
-            clip = jnp.broadcast_to(grown, age.shape)
-        restarts = bias_correction == "restart"
-        return Clock(
-            reset=flags,
-            clip=clip,
-            age=age,
-            corrected_steps=age + 1 if restarts else jnp.broadcast_to(steps, age.shape),
-            scale=jnp.where(resets > 0, scale, jnp.ones([], dtype)),
-            resets=resets,
-        )
-
     def update(
         updates: Any,
         state: ScaleBySpamState,
@@ -190,7 +169,8 @@ def scale_by_spam(
         steps = optax.safe_increment(state.steps)
         due = steps % period == 0
         flags = _leafwise.reset_flags(len(names), controls, reset_leaves, due)
-        clock = read_clock(state, steps, flags, _leaves.statistics_dtype(updates))
+        dtype = _leaves.statistics_dtype(updates)
+        clock = read_clock(state.age, state.resets, steps, flags, times, dtype)
         arrays = map(jax.tree.leaves, (state.mu, state.nu, state.mask))
         rows = [
             step(*leaf, Clock(*(x[i] for x in clock)), rates)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from stabil.transforms import _leafwise
 
@@ -16,6 +17,7 @@ class Rates(NamedTuple):
     eps: float
     threshold: float
     faithful: bool
+    corrected: bool
 
 
 class Clock(NamedTuple):
@@ -27,6 +29,53 @@ class Clock(NamedTuple):
     corrected_steps: jax.Array
     scale: jax.Array
     resets: jax.Array
+
+
+class Times(NamedTuple):
+    """The periods of the method, in steps."""
+
+    period: int
+    warmup: int
+    grace: int
+    parity: str
+    bias_correction: str
+
+
+def read_clock(
+    age: jax.Array,
+    resets: jax.Array,
+    steps: jax.Array,
+    flags: jax.Array,
+    times: Times,
+    dtype: Any,
+) -> Clock:
+    """The clock of this step.
+
+    Args:
+      age: int32 `[leaves]`, steps since the newest reset, before this step.
+      resets: int32 `[leaves]`, resets before this step.
+      steps: int32 scalar, the number of this step, from 1.
+      flags: bool `[leaves]`, which leaves restart in this step.
+      times: the periods.
+      dtype: of the warm-up scale.
+    """
+    age = jnp.where(flags, 0, optax.safe_increment(age))
+    resets = resets + flags.astype(jnp.int32)
+    ahead = int(times.parity == "pytorch_optimizer")
+    scale = _leafwise.warmup_scale(age, times.warmup, dtype, ahead=ahead)
+    clip = age >= times.grace
+    if times.parity:
+        grown = (steps >= times.grace) & (steps % times.period >= times.grace)
+        clip = jnp.broadcast_to(grown, age.shape)
+    restarts = times.bias_correction == "restart"
+    return Clock(
+        reset=flags,
+        clip=clip,
+        age=age,
+        corrected_steps=age + 1 if restarts else jnp.broadcast_to(steps, age.shape),
+        scale=jnp.where(resets > 0, scale, jnp.ones([], dtype)),
+        resets=resets,
+    )
 
 
 def step(
@@ -58,9 +107,10 @@ def step(
     m_new = r.b1 * m_old + (1 - r.b1) * x
     v_new = r.b2 * v_old + (1 - r.b2) * _leafwise.abs_square(x)
     k = clock.corrected_steps
-    ratio = jnp.sqrt(_leafwise.debias(r.b2, k, dtype)) / _leafwise.debias(
-        r.b1, k, dtype
-    )
+    ratio = jnp.ones([], dtype)
+    if r.corrected:
+        ratio = jnp.sqrt(_leafwise.debias(r.b2, k, dtype))
+        ratio = ratio / _leafwise.debias(r.b1, k, dtype)
     ratio = ratio * clock.scale.astype(dtype)
     u = (ratio / (jnp.sqrt(v_new) + r.eps)).astype(kind) * m_new
     moves = keep

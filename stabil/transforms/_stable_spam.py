@@ -62,7 +62,7 @@ def scale_by_stable_spam(
     gamma2: float = 0.9,
     gamma3: float = 0.999,
     every_steps: int = 1000,
-    warmup_steps: int = 20,
+    warmup_steps: int = 40,
     total_steps: int | None = None,
     eta_min: float = 0.5,
     stacked: _leaves.Paths = (),

@@ -82,8 +82,8 @@ def test_no_hidden_growth_after_a_reset(rng):
         updates, _ = play(tx, grads)
         size = jnp.sqrt(jnp.mean(jnp.square(updates), axis=1))
         rms[parity] = float(jnp.max(size[500:600]) / jnp.mean(size[300:440]))
-    assert rms["official"] > 2.5  # measured 2.9
-    assert rms[""] < 1.2  # measured 1.07
+    assert rms["official"] > 2.5  # measured 2.87
+    assert rms[""] < 1.2  # measured 1.06
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -194,9 +194,9 @@ ERRORS = [
         "'pytorch_optimizer'), got 'paper'",
     ),
     (
-        dict(bias_correction="none"),
-        "scale_by_spam: needed bias_correction to be one of ('restart', 'official'), "
-        "got 'none'",
+        dict(bias_correction="off"),
+        "scale_by_spam: needed bias_correction to be one of ('restart', 'official', "
+        "'none'), got 'off'",
     ),
 ]
 

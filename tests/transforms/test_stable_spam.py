@@ -100,13 +100,13 @@ def test_the_step_of_a_reset_is_small(rng):
     """Even a clean restart begins with a sign step, 4.4 times the usual one."""
     grads = jnp.asarray(rng.standard_normal([400, 500]), jnp.float32)
     rms = {}
-    for warmup in (0, 20):
+    for warmup in (0, 40):
         tx = scale_by_stable_spam(every_steps=300, warmup_steps=warmup)
         updates, _ = play(tx, grads)
         size = jnp.sqrt(jnp.mean(jnp.square(updates), axis=1))
         rms[warmup] = float(jnp.max(size[299:]) / jnp.mean(size[200:290]))
     assert rms[0] > 4
-    assert rms[20] < 1.2  # measured 1.1
+    assert rms[40] < 1.2  # measured 1.06
 
 
 def test_decays_do_not_rise_past_the_end(rng):

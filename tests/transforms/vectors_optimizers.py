@@ -114,6 +114,7 @@ def _spam(doc: Document):
         warmup_steps=c["warmup_epoch" if package else "warmup_steps"],
         grace_steps=c["grad_accu_steps"],
         density=c.get("density", 1.0),
+        bias_correction=None if c.get("correct_bias", True) else "none",
         parity="pytorch_optimizer" if package else "official",
     )
 
@@ -133,9 +134,10 @@ def run_spam(doc: Document) -> None:
             if "elements_clipped" in doc and dtype == "float64":
                 for tensor, total in doc["elements_clipped"].items():
                     assert float(jnp.round(seen["clipped"][tensor])) == total
-            if "steps" in doc and "scale" in doc["steps"][0]:
-                scales = [row["scale"] for row in doc["steps"]]
-                check(seen["scale"], scales, TOLERANCE[dtype], "scale")
+            for key in ("scale", "reset", "warm_counter"):
+                if key in doc.get("steps", [{}])[0]:
+                    rows = np.array([row[key] for row in doc["steps"]], np.float64)
+                    check(seen[key], rows, TOLERANCE[dtype], key)
 
 
 def _run_spam(doc: Document, dtype: str) -> dict[str, Any]:
@@ -162,7 +164,17 @@ def _run_spam(doc: Document, dtype: str) -> dict[str, Any]:
         clipped = jax.tree.map(lambda f, m: f * m.size, fraction, s.mu)
         scale = _leafwise.warmup_scale(s.age[0], warmup, dtype)
         scale = jnp.where(s.resets[0] > 0, scale, jnp.ones([], dtype))
-        return {"param": params, "mu": mu, "nu": nu, "clipped": clipped, "scale": scale}
+        fresh = s.resets[0] > 0
+        return {
+            "param": params,
+            "mu": mu,
+            "nu": nu,
+            "clipped": clipped,
+            "scale": scale,
+            "reset": fresh & (s.age[0] == 0),
+            # The released code counts on from the end of the warm-up before a reset.
+            "warm_counter": s.age[0] + jnp.where(fresh, 0, warmup + 1),
+        }
 
     seen = _replay(_spam(doc), params, grads, look, before)
     seen["clipped"] = jax.tree.map(lambda x: x.sum(0), seen["clipped"])
