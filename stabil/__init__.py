@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stabil import checkpoints as checkpoints
+    from stabil import curves as curves
     from stabil import detectors as detectors
     from stabil import policy as policy
     from stabil import probes as probes
     from stabil import telemetry as telemetry
     from stabil import testing as testing
     from stabil import transforms as transforms
+    from stabil.probes import collect as collect
+    from stabil.probes import probe as probe
+    from stabil.probes import tap as tap
     from stabil.session import Session as Session
     from stabil.transforms import guard as guard
     from stabil.transforms import select as select
@@ -33,6 +37,7 @@ __version__ = "0.1.0"
 
 _PACKAGES = (
     "checkpoints",
+    "curves",
     "detectors",
     "policy",
     "probes",
@@ -48,10 +53,12 @@ _HOMES = {
     "Severity": "stabil.vocabulary",
     "Verdict": "stabil.vocabulary",
     "Vitals": "stabil.vocabulary",
+    "collect": "stabil.probes",
     "guard": "stabil.transforms",
     "probe": "stabil.probes",
     "select": "stabil.transforms",
     "spike_aware": "stabil.transforms",
+    "tap": "stabil.probes",
     "vitals": "stabil.transforms",
 }
 
