@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -77,15 +78,16 @@ def _finite(leaves: list[jax.Array]) -> jax.Array:
 def first_nonfinite(state: Any) -> str | None:
     """Name of a floating leaf that holds NaN or Inf, parameters first; else None.
 
-    Statistics of stabil itself are left out: NaN there means "not measured". Compiles
-    once and waits for the state: to be asked only when there is a reason.
+    Statistics of stabil itself are left out: NaN there means "not measured". They are
+    the arrays that are themselves fields of a stabil record; trees in such a record,
+    such as moments, are looked at. Compiles once and waits for the state: to be asked
+    only when there is a reason.
 
     Examples:
       >>> first_nonfinite({"mu": jnp.zeros(2), "params": {"w": jnp.full(2, jnp.nan)}})
       'params/w'
     """
-    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_own_record)[0]
-    named = [(path_name(p), x) for p, x in found if is_measured(x)]
+    named = list(_checked(state, ""))
     if not named:
         return None
     finite = jax.device_get(_finite([jnp.asarray(x) for _, x in named]))
@@ -113,6 +115,20 @@ class DamageCheck:
         return first_nonfinite(state) if due else None
 
 
-def _is_own_record(node: Any) -> bool:
-    own = type(node).__module__.startswith("stabil.")
-    return own and not hasattr(node, "inner_state")
+def _is_record(node: Any) -> bool:
+    return isinstance(node, tuple) and type(node).__module__.startswith("stabil.")
+
+
+def _checked(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Names and values of the leaves that must be finite."""
+    if _is_record(node):
+        for name, field in zip(node._fields, node, strict=True):
+            if not jax.tree_util.all_leaves([field]):
+                yield from _checked(field, f"{prefix}{name}/")
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(node, is_leaf=_is_record)[0]:
+        name = prefix + path_name(path)
+        if _is_record(leaf):
+            yield from _checked(leaf, f"{name}/" if path else prefix)
+        elif is_measured(leaf):
+            yield name, leaf

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import stabil
@@ -149,6 +150,45 @@ def test_a_stopped_run_resumes_and_ends_bit_equal(tmp_path, bad):
     state, summary, _ = run(tmp_path / "parts", corrupt(bad))
     assert "resume" in summary["actions"]
     assert_same(state, whole)
+
+
+def test_an_nnx_model_rolls_back_and_resumes(tmp_path):
+    """The parameters as an `nnx.State`, the optimizer's state beside them as it is."""
+
+    def make():
+        graph, params = nnx.split(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.Param)
+        return graph, {"params": params, "opt_state": TX.init(params)}
+
+    @jax.jit
+    def step_fn(state, batch, controls):
+        def loss_of(params):
+            x, y = batch
+            return jnp.mean(jnp.square(nnx.merge(graph, params)(x)[:, 0] - y))
+
+        params, opt_state = state["params"], state["opt_state"]
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = TX.update(
+            grads, opt_state, params, loss=loss, controls=controls
+        )
+        params = optax.apply_updates(params, updates)
+        vitals = stabil.vitals(opt_state, params=params)
+        return {"params": params, "opt_state": opt_state}, vitals
+
+    for total in (40, 60):
+        graph, state = make()
+        with (
+            Keeper(tmp_path / "ck", save_every=20) as keeper,
+            Session(
+                tmp_path / "run", checkpoints=keeper, total_steps=total, progress=False
+            ) as session,
+        ):
+            for _, batch in session.steps(state, corrupt({25, 26, 27})):
+                state, vitals = step_fn(state, batch, session.controls)
+                state = session.end_step(state, vitals)
+    kernel = nnx.merge(graph, state["params"]).kernel[...]
+    assert np.all(np.isfinite(kernel)) and step_fn._cache_size() == 1
+    kinds = [e.action for e in read_events(tmp_path / "run")]
+    assert kinds.count("rollback") == 1 and kinds.count("resume") == 1
 
 
 def test_a_flax_train_state_rolls_back_and_resumes(tmp_path):
