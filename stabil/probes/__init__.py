@@ -3,6 +3,17 @@
 from stabil.probes._collect import collect as collect
 from stabil.probes._linen import LinenProbe as LinenProbe
 from stabil.probes._probe import probe as probe
+from stabil.probes._statistics import register as register
+from stabil.probes._sums import Elements as Elements
 from stabil.probes._tap import tap as tap
+from stabil.probes._tree_statistics import tree_statistics as tree_statistics
 
-__all__ = ["LinenProbe", "collect", "probe", "tap"]
+__all__ = [
+    "Elements",
+    "LinenProbe",
+    "collect",
+    "probe",
+    "register",
+    "tap",
+    "tree_statistics",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,7 +34,7 @@ def collect(
     in the order of execution.
 
     Wrap what is compiled: `jax.jit(stabil.collect(train_step))`. Arrays among the
-    arguments are traced; Python scalars stay what they are.
+    arguments are traced; Python scalars stay what they are; NNX objects are updated.
 
     Does not: change the return of `fn` by a bit; see inside Pallas kernels.
 
@@ -66,8 +67,17 @@ def collect(
 
     @functools.wraps(fn)
     def collected(*args: Any, **kwargs: Any) -> tuple[Any, Readings]:
-        program = trace(lambda: fn(*args, **kwargs))
-        return read(program, patterns, statistics, backward)
+        if "flax.nnx" not in sys.modules:
+            program = trace(lambda: fn(*args, **kwargs))
+            return read(program, patterns, statistics, backward)
+        # Objects with state are made anew inside the trace, and updated after it.
+        from stabil.probes._nnx import Copies
+
+        copies = Copies((args, kwargs))
+        program = trace(lambda: copies.run(lambda all_: fn(*all_[0], **all_[1])))
+        (out, new), readings = read(program, patterns, statistics, backward)
+        copies.update(new)
+        return out, readings
 
     return collected
 

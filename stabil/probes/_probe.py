@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING
+
 import flax.linen as nn
 
 from stabil.probes import _select, _statistics
 from stabil.probes._linen import LinenProbe
 
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from stabil.probes._nnx import NnxProbe
+
 
 def probe(
-    model: nn.Module,
+    model: nn.Module | nnx.Module,
     *,
     where: str | tuple[str, ...] = "**",
     stats: str | tuple[str, ...] = ("finite", "absmax", "rms"),
     every: int = 1,
     inputs: bool = False,
     backward: bool = False,
-) -> LinenProbe:
-    """A model whose `apply` also returns statistics of its modules' outputs.
+) -> LinenProbe | NnxProbe:
+    """A model that also returns statistics of its modules' outputs.
+
+    A Linen model's `apply` then returns `(model.apply's own return, Readings)`; an NNX
+    model's call, made inside the compiled step, `(the model's own return, Readings)`.
 
     The readings hold one row per tensor, in the order of execution, named by the
     slash path of the module: `block_0/mlp`. The root has the name of its class, a
@@ -36,21 +47,26 @@ def probe(
     parameters by a bit; see integer outputs.
 
     Args:
-      model: a Flax Linen module, not bound to variables.
+      model: a Flax Linen module, not bound to variables, or an NNX module.
       where: glob over module paths, or a tuple of globs: `**` is any number of
         segments, `*` any text within one, `?` one character.
-      stats: names of statistics, of groups (`finite`: the counts of NaN and Inf), or
-        `"all"`. In order: nan_count, inf_count, zero_count (entries), min, max,
-        absmax, mean, std, rms (the tensor's own unit; NaN where nothing is finite).
+      stats: names of statistics or groups. The group `all` is, in order: nan_count,
+        inf_count, zero_count (entries), min, max, absmax, mean, std, rms (the tensor's
+        own unit; NaN where nothing is finite). `finite` is the first two. Further:
+        posinf_count, neginf_count, l1, l2, least (the smallest magnitude but zero),
+        dynamic_range (octaves from there to absmax), `float16_overflow`,
+        `float16_underflow` and the same for bfloat16, float8_e4m3 and float8_e5m2
+        (share of the finite entries that a cast would lose), and what
+        `stabil.probes.register` has added.
       every: steps between readings; only 1.
       inputs: whether to probe the arguments of the modules too.
       backward: whether to name the cotangents too. They exist only where gradients are
         taken: `stabil.collect(grad_fn, backward=True)` around a function that calls
         `apply` reads them, as `block_0/mlp@grad`.
     Returns:
-      An object with `apply`, `init` and `model`.
+      For Linen an object with `apply`, `init` and `model`; for NNX one to call.
     Raises:
-      TypeError: `model` is no Linen module, or an argument has the wrong type.
+      TypeError: `model` is no Flax module, or an argument has the wrong type.
       ValueError: a statistic is unknown.
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, stabil
@@ -61,12 +77,14 @@ def probe(
       >>> readings.names, readings.values.shape
       (('layers_0', 'layers_2'), (2, 9))
     """
-    if not isinstance(model, nn.Module):
+    nnx = sys.modules.get("flax.nnx")  # not imported for those who do not use it
+    is_nnx = nnx is not None and isinstance(model, nnx.Module)
+    if not isinstance(model, nn.Module) and not is_nnx:
         kind = "the class" if isinstance(model, type) else "an object of type"
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise TypeError(
-            f"needed a flax.linen.Module instance to probe, got {kind} {name}; write "
-            "for example stabil.probe(MyModel(...))"
+            "needed an instance of flax.linen.Module or flax.nnx.Module to probe, got "
+            f"{kind} {name}; write for example stabil.probe(MyModel(...))"
         )
     for name, value in (("inputs", inputs), ("backward", backward)):
         if not isinstance(value, bool):
@@ -76,10 +94,14 @@ def probe(
             f"needed every=1, got {every!r}; to probe every k-th step, compile one "
             "train step with the probe and one without, and choose by the step number"
         )
-    return LinenProbe(
-        model,
+    options = (
         _select.as_patterns(where),
         _statistics.columns(stats),
         inputs,
         backward,
     )
+    if isinstance(model, nn.Module):
+        return LinenProbe(model, *options)
+    from stabil.probes._nnx import NnxProbe
+
+    return NnxProbe(model, *options)

@@ -10,15 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stabil.probes._statistics import (
-    LARGEST_PILOT,
-    STATISTICS,
-    SUMS,
-    Elements,
-    Quantities,
-    Row,
-    Term,
-)
+from stabil.probes._statistics import STATISTICS
+from stabil.probes._sums import LARGEST_PILOT, SUMS, Elements, Quantities, Row, Term
 
 PILOTS = 8  # finite elements at the head of a row whose mean the row is shifted by
 SHORTEST_ROW, LONGEST_ROW = 64, 2**16

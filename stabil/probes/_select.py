@@ -65,7 +65,8 @@ def require_matches(patterns: Iterable[str], places: Iterable[tuple[str, ...]]) 
     """
     known = list(places)
     for pattern in patterns:
-        if not any(selected((pattern,), *names) for names in known):
+        # Everything of nothing is nothing.
+        if pattern != "**" and not any(selected((pattern,), *names) for names in known):
             paths = list(dict.fromkeys(names[0] for names in known))
             shown = ", ".join(paths[:20]) or "none"
             more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""

@@ -1,94 +1,15 @@
-"""What is known of one tensor after one pass: sums, how they merge, what they tell.
-
-Three layers. A `Term` is one float32 accumulator of the pass. A `Sums` is a group of
-terms with two rules: `settle` turns the accumulators of one row into quantities that
-cannot overflow, and `merge` combines those quantities exactly over rows, micro-batches
-or devices, weighted by the number of finite elements behind each. A `Statistic` names
-the groups that it needs and finishes a number from them.
-"""
+"""The registry: which sums each statistic needs, and what it makes of them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-Quantities = tuple[jax.Array, ...]
-
-# Magnitudes from `WIDE` on are squared in a second accumulator, scaled down; the rest
-# is scaled up. Together they hold rows of 2**16 finite float32 from 2**-108 to the
-# largest without overflow, and without loss of the small ones.
-WIDE, UP, DOWN = 2.0**10, 2.0**45, 2.0**-73
-# A row's plain sum is kept this much smaller, so that 2**16 of the largest fit.
-SUM_DOWN = 2.0**-17
-LARGEST_PILOT = 2.0**100
-LARGEST = float(np.finfo(np.float32).max)
-
-
-class Elements(NamedTuple):
-    """One tensor, element by element, as a `Term` sees it; all float32 or bool.
-
-    Attributes:
-      raw: the values as they came, NaN and Inf included.
-      finite: whether each value is finite.
-      value: the values, 0 where not finite.
-      shifted: values minus the pilot of their row, 0 where not finite.
-    """
-
-    raw: jax.Array
-    finite: jax.Array
-    value: jax.Array
-    shifted: jax.Array
-
-
-class Term(NamedTuple):
-    """One accumulator: what each element adds, and how two partial results combine.
-
-    Attributes:
-      of: elementwise, from `Elements` to float32 of the same shape.
-      combine: `add`, `min` or `max`.
-    """
-
-    of: Callable[[Elements], jax.Array]
-    combine: str
-
-
-class Row(NamedTuple):
-    """What `settle` is told of each row, float32 `[rows]`.
-
-    Attributes:
-      finite: number of finite elements.
-      pilot: the value that `Elements.shifted` was shifted by.
-    """
-
-    finite: jax.Array
-    pilot: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """A group of accumulators that settle and merge together.
-
-    Attributes:
-      terms: the accumulators.
-      settle: from the row facts and one float32 `[rows]` per term to the group's
-        quantities, each `[rows]`.
-      merge: from weights `[parts, ...]` (each part's share of the finite elements,
-        summing to 1 over axis 0, or all 0) and the quantities `[parts, ...]` to the
-        quantities of the whole `[...]`.
-      width: number of quantities.
-      shifted: whether a term reads `Elements.shifted`.
-    """
-
-    terms: tuple[Term, ...]
-    settle: Callable[[Row, Quantities], Quantities]
-    merge: Callable[[jax.Array, Quantities], Quantities]
-    width: int = 1
-    shifted: bool = False
+from stabil.probes import _sums
+from stabil.probes._sums import LARGEST, SUMS, Elements, Quantities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,125 +24,6 @@ class Statistic:
 
     needs: tuple[str, ...]
     finish: Callable[[jax.Array, Mapping[str, Quantities]], jax.Array]
-
-
-def _keep(row: Row, sums: Quantities) -> Quantities:
-    return sums
-
-
-def _total(weights: jax.Array, parts: Quantities) -> Quantities:
-    return tuple(jnp.sum(p, axis=0) for p in parts)
-
-
-def _lowest(weights: jax.Array, parts: Quantities) -> Quantities:
-    return tuple(jnp.min(p, axis=0) for p in parts)
-
-
-def _highest(weights: jax.Array, parts: Quantities) -> Quantities:
-    return tuple(jnp.max(p, axis=0) for p in parts)
-
-
-def _as_float(predicate: jax.Array) -> jax.Array:
-    return predicate.astype(jnp.float32)
-
-
-def _squares(of: Callable[[Elements], jax.Array]) -> tuple[Term, Term]:
-    """Two accumulators that together hold the sum of squares of any finite row."""
-
-    def small(e: Elements) -> jax.Array:
-        v = of(e)
-        return jnp.square(jnp.where(jnp.abs(v) < WIDE, v * UP, 0))
-
-    def large(e: Elements) -> jax.Array:
-        v = of(e)
-        return jnp.square(jnp.where(jnp.abs(v) < WIDE, 0, v * DOWN))
-
-    return Term(small, "add"), Term(large, "add")
-
-
-def _root_mean(n: jax.Array, small: jax.Array, large: jax.Array) -> jax.Array:
-    # Roots before the division: a quotient of the large part would be a denormal.
-    root_n = jnp.sqrt(jnp.maximum(n, 1))
-    low, high = jnp.sqrt(small) / root_n / UP, jnp.sqrt(large) / root_n / DOWN
-    return jnp.minimum(_hypot(low, high), LARGEST)
-
-
-def _hypot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """sqrt(a^2 + b^2) of non-negative numbers, without the squares."""
-    small, large = jnp.minimum(a, b), jnp.maximum(a, b)
-    near = jnp.where(large > 1, 2.0**-64, 2.0**64).astype(jnp.float32)
-    ratio = small * near / jnp.where(large > 0, large * near, 1)
-    return large * jnp.sqrt(1 + ratio * ratio)
-
-
-def _root_of_mean_squares(weights: jax.Array, roots: jax.Array) -> jax.Array:
-    """Square root of the weighted mean of squares over axis 0, without the squares."""
-    scale = jnp.max(jnp.where(weights > 0, roots, 0), axis=0)
-    # Near 1 before the division: a reciprocal of the largest floats is a denormal.
-    near = jnp.where(scale > 1, 2.0**-64, 2.0**64).astype(jnp.float32)
-    divisor = jnp.where(scale > 0, scale * near, 1)
-    ratio = jnp.where(weights > 0, roots * near / divisor, 0)
-    return jnp.minimum(scale * jnp.sqrt(jnp.sum(weights * ratio**2, axis=0)), LARGEST)
-
-
-def _settle_rms(row: Row, sums: Quantities) -> Quantities:
-    return (_root_mean(row.finite, *sums),)
-
-
-def _merge_rms(weights: jax.Array, parts: Quantities) -> Quantities:
-    return (_root_of_mean_squares(weights, parts[0]),)
-
-
-def _settle_moments(row: Row, sums: Quantities) -> Quantities:
-    total, small, large = sums
-    n = jnp.maximum(row.finite, 1)
-    offset = total / n / SUM_DOWN
-    root, aside = _root_mean(n, small, large) / 2, jnp.abs(offset) / 2
-    # E[d^2] - E[d]^2 as a product, so that no square is formed.
-    std = 2 * jnp.sqrt(jnp.maximum(root - aside, 0)) * jnp.sqrt(root + aside)
-    mean = jnp.clip(row.pilot + offset, -LARGEST, LARGEST)
-    return mean, jnp.minimum(std, LARGEST)
-
-
-def _merge_moments(weights: jax.Array, parts: Quantities) -> Quantities:
-    """Chan's pairwise rule for all parts at once, on quarters: nothing overflows."""
-    mean, std = (p / 4 for p in parts)
-    seen = weights > 0
-    # Deviations from one part's mean: differences of near-equal means stay exact.
-    base = jnp.take_along_axis(mean, jnp.argmax(seen, axis=0)[None], axis=0)
-    apart = jnp.where(seen, mean - base, 0)
-    centre = jnp.sum(weights * apart, axis=0)
-    spread = jnp.concatenate([jnp.where(seen, std, 0), jnp.abs(apart - centre)])
-    both = jnp.concatenate([weights, weights])
-    whole = jnp.clip(base[0] + centre, -LARGEST / 4, LARGEST / 4)
-    # The root is at most sqrt(2) times the largest float; the spread of float32
-    # values is at most the largest float.
-    dev = jnp.minimum(_root_of_mean_squares(both, spread), LARGEST / 4)
-    return 4 * whole, 4 * dev
-
-
-_shifted = _squares(lambda e: e.shifted)
-
-SUMS: dict[str, Sums] = {
-    "nan": Sums((Term(lambda e: _as_float(jnp.isnan(e.raw)), "add"),), _keep, _total),
-    "inf": Sums((Term(lambda e: _as_float(jnp.isinf(e.raw)), "add"),), _keep, _total),
-    "zero": Sums((Term(lambda e: _as_float(e.raw == 0), "add"),), _keep, _total),
-    "min": Sums(
-        (Term(lambda e: jnp.where(e.finite, e.raw, jnp.inf), "min"),), _keep, _lowest
-    ),
-    "max": Sums(
-        (Term(lambda e: jnp.where(e.finite, e.raw, -jnp.inf), "max"),), _keep, _highest
-    ),
-    "absmax": Sums((Term(lambda e: jnp.abs(e.value), "max"),), _keep, _highest),
-    "rms": Sums(_squares(lambda e: e.value), _settle_rms, _merge_rms),
-    "moments": Sums(
-        (Term(lambda e: e.shifted * SUM_DOWN, "add"), *_shifted),
-        _settle_moments,
-        _merge_moments,
-        width=2,
-        shifted=True,
-    ),
-}
 
 
 def _measured(n: jax.Array, value: jax.Array) -> jax.Array:
@@ -249,14 +51,124 @@ STATISTICS: dict[str, Statistic] = {
     "rms": _value("rms"),
 }
 
-GROUPS: dict[str, tuple[str, ...]] = {"finite": ("nan_count", "inf_count")}
+STANDARD = tuple(STATISTICS)
+
+
+def _saturated(n: jax.Array, value: jax.Array) -> jax.Array:
+    return _measured(n, jnp.minimum(value, LARGEST))
+
+
+def _dynamic_range(n: jax.Array, q: Mapping[str, Quantities]) -> jax.Array:
+    least = q["least"][0]
+    octaves = jnp.log2(q["absmax"][0]) - jnp.log2(least)
+    return jnp.where(jnp.isfinite(least), octaves, jnp.nan)
+
+
+STATISTICS |= {
+    "posinf_count": _count("posinf"),
+    "neginf_count": Statistic(
+        ("inf", "posinf"), lambda n, q: q["inf"][0] - q["posinf"][0]
+    ),
+    "l1": Statistic(("mean_abs",), lambda n, q: _saturated(n, q["mean_abs"][0] * n)),
+    "l2": Statistic(("rms",), lambda n, q: _saturated(n, q["rms"][0] * jnp.sqrt(n))),
+    "least": Statistic(
+        ("least",),
+        lambda n, q: jnp.where(jnp.isfinite(q["least"][0]), q["least"][0], jnp.nan),
+    ),
+    "dynamic_range": Statistic(("absmax", "least"), _dynamic_range),
+}
+
+# From where on a magnitude rounds to something that is not finite, and whether that
+# bound itself does; up to where it rounds to zero (ties go to the even zero).
+_FORMATS = {
+    "float16": (65520.0, True, 2.0**-25),
+    "bfloat16": ((2 - 2**-8) * 2.0**127, True, 2.0**-134),
+    "float8_e4m3": (464.0, False, 2.0**-10),
+    "float8_e5m2": (61440.0, True, 2.0**-17),
+}
+
+
+def _overflows(bound: float, itself: bool) -> Callable[[Elements], jax.Array]:
+    if itself:
+        return lambda e: jnp.abs(e.value) >= bound
+    return lambda e: jnp.abs(e.value) > bound
+
+
+def _underflows(bound: float) -> Callable[[Elements], jax.Array]:
+    return lambda e: (e.value != 0) & (jnp.abs(e.value) <= bound)
+
+
+for _format, (_top, _itself, _bottom) in _FORMATS.items():
+    for _name, _of in (
+        (f"{_format}_overflow", _overflows(_top, _itself)),
+        (f"{_format}_underflow", _underflows(_bottom)),
+    ):
+        SUMS[_name] = _sums.share(_of)
+        STATISTICS[_name] = _value(_name)
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "finite": ("nan_count", "inf_count"),
+    "all": STANDARD,
+    "norms": ("l1", "l2"),
+    "formats": tuple(n for n in STATISTICS if n.endswith("flow")),
+}
+
+
+def register(
+    name: str,
+    of: Callable[[Elements], jax.Array],
+    *,
+    combine: str = "add",
+    finish: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> None:
+    """Adds a statistic of your own, computed in the same pass as the others.
+
+    Args:
+      name: its column; not in use.
+      of: what each element adds: from `Elements` (`raw`, `finite`, `value`, each of
+        the tensor's shape, float32 or bool) to an array of the same shape.
+      combine: `add`, `min` or `max`: how the elements combine, and so how parts of a
+        tensor do.
+      finish: from the number of finite elements and the combined value, float32, to
+        the statistic; the combined value itself if None.
+    Raises:
+      TypeError: `of` or `finish` cannot be called.
+      ValueError: `name` is in use or `combine` is unknown.
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from stabil import probes
+      >>> probes.register("above_6", lambda e: e.value > 6)
+      >>> x = jnp.array([7.0, 8.0, 1.0, jnp.nan])
+      >>> print(probes.tree_statistics({"x": x}, stats="above_6")["above_6"])
+      [2.]
+    """
+    if not isinstance(name, str) or name in STATISTICS or name in GROUPS:
+        raise ValueError(
+            f"needed a name that is not in use for a statistic, got {name!r}; write "
+            "for example stabil.probes.register('above_6', lambda e: e.value > 6)"
+        )
+    if not callable(of) or not (finish is None or callable(finish)):
+        raise TypeError(
+            f"needed functions for `of` and `finish`, got {of!r} and {finish!r}; write "
+            "for example stabil.probes.register('above_6', lambda e: e.value > 6)"
+        )
+    if combine not in ("add", "min", "max"):
+        raise ValueError(
+            f"needed `combine` as 'add', 'min' or 'max', got {combine!r}; write for "
+            "example stabil.probes.register('above_6', lambda e: e.value > 6)"
+        )
+    own = f"user:{name}"
+    SUMS[own] = _sums.plain(of, combine)
+    last = finish or (lambda n, value: value)
+    STATISTICS[name] = Statistic((own,), lambda n, q: last(n, q[own][0]))
 
 
 def columns(stats: str | tuple[str, ...]) -> tuple[str, ...]:
     """The statistics that `stats` asks for, in the registry's order.
 
     Args:
-      stats: `"all"`, the name of a statistic or group, or a tuple of such names.
+      stats: the name of a statistic or group (`"all"` is the group of the nine standard
+        ones), or a tuple of such names.
     Returns:
       Names of statistics, each once.
     Raises:
@@ -276,16 +188,14 @@ def columns(stats: str | tuple[str, ...]) -> tuple[str, ...]:
         )
     wanted: set[str] = set()
     for name in asked:
-        if name == "all":
-            wanted.update(STATISTICS)
-        elif name in GROUPS:
+        if name in GROUPS:
             wanted.update(GROUPS[name])
         elif name in STATISTICS:
             wanted.add(name)
         else:
             raise ValueError(
                 f"needed the name of a statistic in `stats`, got {name!r}; there are "
-                f"{', '.join(STATISTICS)}, the groups {', '.join(GROUPS)}, and 'all': "
+                f"{', '.join(STATISTICS)}, and the groups {', '.join(GROUPS)}: "
                 "write for example stats=('finite', 'absmax', 'rms')"
             )
     if not wanted:

@@ -510,15 +510,16 @@ def test_pattern_that_matches_nothing():
             Block,
             {},
             TypeError,
-            "needed a flax.linen.Module instance to probe, got the class Block; write "
-            "for example stabil.probe(MyModel(...))",
+            "needed an instance of flax.linen.Module or flax.nnx.Module to probe, got "
+            "the class Block; write for example stabil.probe(MyModel(...))",
         ),
         (
             len,
             {},
             TypeError,
-            "needed a flax.linen.Module instance to probe, got an object of type "
-            "builtin_function_or_method; write for example stabil.probe(MyModel(...))",
+            "needed an instance of flax.linen.Module or flax.nnx.Module to probe, got "
+            "an object of type builtin_function_or_method; write for example "
+            "stabil.probe(MyModel(...))",
         ),
         (
             Block(),
