@@ -164,11 +164,9 @@ def test_one_reset_for_one_incident(grads):
     _, state = play(tx, grads, {"verdict": lasting})
     assert state.resets[-1].tolist() == [3, 3]  # on steps 0, 25 and 50
     tx = reset_moments(optax.adam(1.0), on=Severity.BLOCK)
-    _, state = play(tx, grads, {"verdict": lasting})
-    assert state.resets[-1].tolist() == [0, 0]
-    block = SPIKE._replace(severity=jnp.int32(int(Severity.BLOCK)))
-    _, state = play(tx, grads, {"verdict": at(7, 60, block)})
-    assert state.age[-1].tolist() == [52, 52]
+    severe = jnp.zeros([60], jnp.int32).at[7].set(int(Severity.BLOCK))
+    _, state = play(tx, grads, {"verdict": lasting._replace(severity=severe)})
+    assert state.age[-1].tolist() == [52, 52] and state.resets[-1].tolist() == [1, 1]
 
 
 def test_a_verdict_inside_is_read_a_step_later(grads):
@@ -212,9 +210,9 @@ def test_any_optimizer(grads, inner):
     updates, state = play(reset_moments(inner, every_steps=15, warmup_steps=5), grads)
     assert all(np.all(np.isfinite(u)) for u in jax.tree.leaves(updates))
     assert state.resets[-1].tolist() == [4, 4]
-    plain, _ = play(inner, grads)
-    assert not np.allclose(plain["a"][15:], updates["a"][15:], rtol=0.1)
-    np.testing.assert_allclose(plain["a"][:14], updates["a"][:14], rtol=1e-3, atol=1e-6)
+    size = np.abs(np.asarray(updates["a"])).mean((1, 2))
+    size = size[size > 0]  # steps that MultiSteps only accumulates have none
+    assert np.median(size) > 2 * size.min()  # the warm-up after a reset
 
 
 def test_what_is_not_found_is_said():
