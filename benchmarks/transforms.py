@@ -1,0 +1,201 @@
+"""Cost of every transformation chained with AdamW, against what people use today.
+
+    python benchmarks/transforms.py [--json] [--rounds 9] [--params 25] [--only NAMES]
+
+One step takes parameters, optimizer state and the gradients of a transformer (25
+million parameters in float32 by default) and returns new parameters and state. All
+arguments are donated: in a train step the gradients are temporaries. Steps of all
+methods are timed in turn, round by round; a ratio is the median over rounds of one
+method's time over that of `chain(clip_by_global_norm, adamw)` in the same round. Bytes,
+flops and temporary memory are XLA's own analysis of the compiled step and do not depend
+on the machine's load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import stabil
+import stabil.transforms
+
+REFERENCE = "optax: chain(clip_by_global_norm, adamw)"
+GUARD = "stabil: guard(adamw)"
+LEARNING_RATE = 3e-4
+
+
+def transformer(millions: float) -> dict[str, Any]:
+    """Parameters of a decoder with six separate blocks, about `millions` million."""
+    width = round((millions * 1e6 / 97) ** 0.5 / 64) * 64
+    vocabulary = round((millions * 1e6 - 72 * width**2) / (2 * width))
+    shapes: dict[str, Any] = {"embed": (vocabulary, width), "head": (width, vocabulary)}
+    for i in range(6):
+        shapes[f"block_{i}"] = {
+            "norm_1": (width,),
+            "norm_2": (width,),
+            "qkv": (width, 3 * width),
+            "out": (width, width),
+            "up": (width, 4 * width),
+            "down": (4 * width, width),
+        }
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    arrays = [0.02 * jax.random.normal(k, s) for k, s in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def contenders() -> dict[str, optax.GradientTransformation]:
+    """Every method by name, each with AdamW."""
+    adamw = optax.adamw(LEARNING_RATE)
+    found = {
+        "optax: adamw": adamw,
+        REFERENCE: optax.chain(optax.clip_by_global_norm(1.0), adamw),
+        "optax: apply_if_finite(adamw)": optax.apply_if_finite(adamw, 5),
+        GUARD: stabil.guard(adamw),
+    }
+    for name in stabil.transforms.__all__:
+        factory = getattr(stabil.transforms, name)
+        if not inspect.isfunction(factory) or name == "guard":
+            continue
+        signature = inspect.signature(factory)
+        if "GradientTransformation" not in str(signature.return_annotation):
+            continue
+        parameters = list(signature.parameters)
+        if parameters[:1] == ["inner"]:
+            found[f"stabil: {name}(adamw)"] = factory(adamw)
+        elif parameters[:1] == ["learning_rate"]:
+            found[f"stabil: {name}"] = factory(LEARNING_RATE)
+        elif name.startswith("scale_by_"):
+            scale = optax.scale_by_learning_rate(LEARNING_RATE)
+            found[f"stabil: {name}"] = optax.chain(factory(), scale)
+        elif name in ("clippy", "clip_update_norm", "msign"):
+            found[f"stabil: adamw, {name}"] = optax.chain(adamw, factory())
+        else:
+            found[f"stabil: {name}, adamw"] = optax.chain(factory(), adamw)
+    return found | peers(adamw)
+
+
+def peers(adamw: optax.GradientTransformation) -> dict[str, Any]:
+    """Packages that people would use instead, where they are installed."""
+    found = {}
+    if importlib.util.find_spec("smartclip") is not None:
+        try:
+            from smartclip.backends import jax as smartclip_jax
+
+            found["smartclip, adamw"] = smartclip_jax.chain(adamw)
+        except (ImportError, AttributeError) as error:
+            print(f"smartclip does not serve JAX here: {error}", file=sys.stderr)
+    return found
+
+
+def step_of(tx: optax.GradientTransformation) -> Callable:
+    """One optimizer step, all of whose arguments may be overwritten."""
+    tx = optax.with_extra_args_support(tx)
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params, loss=jnp.float32(2.0))
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1, 2))
+
+
+def timed(compiled: Callable, tx: Any, params: Any) -> float:
+    """Seconds of one step, after one step to warm up; buffers are made beforehand."""
+    state = tx.init(params)
+    params = jax.tree.map(jnp.copy, params)
+    for _ in range(2):
+        grads = jax.tree.map(lambda p: 0.01 * p, params)
+        jax.block_until_ready((params, state, grads))
+        start = time.perf_counter()
+        params, state = compiled(params, state, grads)
+        jax.block_until_ready((params, state))
+        seconds = time.perf_counter() - start
+    return seconds
+
+
+def measure(rounds: int, millions: float, only: set[str] | None) -> dict[str, Any]:
+    """Times and XLA's figures of every contender."""
+    params = transformer(millions)
+    methods = contenders()
+    if only:
+        kept = {REFERENCE, GUARD}
+        methods = {
+            k: v for k, v in methods.items() if k in kept or any(o in k for o in only)
+        }
+    compiled, figures = {}, {}
+    for name, tx in methods.items():
+        print(f"compiling {name}", file=sys.stderr)
+        step = step_of(tx)
+        state = jax.eval_shape(tx.init, params)
+        compiled[name] = step.lower(params, state, params).compile()
+        cost = compiled[name].cost_analysis()
+        memory = compiled[name].memory_analysis()
+        figures[name] = {
+            "bytes_accessed": cost["bytes accessed"],
+            "flops": cost["flops"],
+            "temporary_bytes": memory.temp_size_in_bytes,
+        }
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for turn in range(rounds):
+        print(f"round {turn + 1} of {rounds}", file=sys.stderr)
+        for name, tx in methods.items():
+            times[name].append(timed(compiled[name], tx, params))
+    for name in methods:
+        pairs = zip(times[name], times[REFERENCE], strict=True)
+        figures[name] |= {
+            "median_ms": 1e3 * statistics.median(times[name]),
+            "time_ratio": statistics.median(a / b for a, b in pairs),
+            "bytes_ratio": figures[name]["bytes_accessed"]
+            / figures[REFERENCE]["bytes_accessed"],
+        }
+    size = sum(x.size for x in jax.tree.leaves(params))
+    finite = figures.get("optax: apply_if_finite(adamw)", {})
+    return {
+        "summary": {
+            "guard_bytes_ratio": figures[GUARD]["bytes_ratio"],
+            "guard_time_ratio": figures[GUARD]["time_ratio"],
+            "apply_if_finite_bytes_ratio": finite.get("bytes_ratio"),
+            "apply_if_finite_time_ratio": finite.get("time_ratio"),
+            "parameters": size,
+            "rounds": rounds,
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+        },
+        "methods": figures,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--params", type=float, default=25.0, help="millions")
+    parser.add_argument("--only", default="", help="names, or parts, with commas")
+    arguments = parser.parse_args()
+    only = {x for x in arguments.only.split(",") if x} or None
+    result = measure(arguments.rounds, arguments.params, only)
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    print(f"{'method':45} {'bytes':>6} {'time':>6} {'ms':>7} {'temporary MB':>13}")
+    for name, f in result["methods"].items():
+        print(
+            f"{name:45} {f['bytes_ratio']:6.3f} {f['time_ratio']:6.3f} "
+            f"{f['median_ms']:7.1f} {f['temporary_bytes'] / 1e6:13.1f}"
+        )
+    print(json.dumps(result["summary"], indent=2))
+
+
+if __name__ == "__main__":
+    main()
