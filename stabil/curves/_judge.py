@@ -36,10 +36,11 @@ class Judge:
 
       BLOCK  the loss or the gradient norm is not finite
       WARN   the loss rises and stays (the sum of min(z, 6) - 2 over its rows, which a
-             row below the level sets to 0, reaches 9) by 5 % or more; or it jumps to
-             2.5 times its level; or to 1.5 times with a spike of the gradient norm; or
-             in the warm-up to 1.5 times its highest value (3 times in the first rows)
-             and by more than its range so far; a spike that goes on
+             row below the level sets to 0, reaches 9) by 5 % or more; or it stays for
+             two rows at 2.5 times its level, or at 1.5 times with a spike of the
+             gradient norm; or it jumps in the warm-up to 1.5 times its highest value
+             (3 times in the first rows) and by more than its range so far; a spike that
+             goes on
       WATCH  a single high loss, a spike of the gradient norm alone
 
     A row that stands for 3 steps or more has outlived them, and is evidence by itself:
@@ -66,7 +67,7 @@ class Judge:
       >>> [judge.row(i, 2.0 + 0.01 * (i % 3)) for i in range(40)][-1]
       0
       >>> judge.row(40, 9.0), judge.row(41, float("nan")), judge.row(42, 2.0)
-      (2, 3, 0)
+      (1, 3, 0)
     """
 
     __slots__ = (
@@ -153,6 +154,7 @@ class Judge:
             signal.step(x)
             self._stale = loss
             return WARN if early else OK
+        again = signal.excursion > 0
         z = self.loss_score = signal.step(x)
         if loss != self._stale:
             self._stale = loss
@@ -165,7 +167,7 @@ class Judge:
         if z < RETURN and not self._event:
             self._rises = [*self._rises[1:], jump]
             return OK
-        return self._high(z, jump, sparse, has_norm)
+        return self._high(z, jump, again or sparse, sparse, has_norm)
 
     def _early(self, x: float, unit: float) -> bool:
         """Whether a loss of the warm-up blows up; the others widen the range."""
@@ -177,7 +179,9 @@ class Judge:
         self._highest, self._lowest = max(x, self._highest), min(x, self._lowest)
         return False
 
-    def _high(self, z: float, jump: float, sparse: bool, has_norm: bool) -> int:
+    def _high(
+        self, z: float, jump: float, again: bool, sparse: bool, has_norm: bool
+    ) -> int:
         """Judges a loss that lies high, or that ends an event."""
         rises = self._rises = [*self._rises[1:], jump]
         norm, out = self.norm_score, z > self._threshold
@@ -190,8 +194,9 @@ class Judge:
                 warn |= out and (not has_norm or norm > SUPPORT or apart)
             else:
                 warn |= self._evidence >= EVIDENCE and min(rises) >= LEAST_RISE
-            warn |= out and jump > LARGE_JUMP and norm > self._threshold
-            warn |= z > HUGE_SCORE and jump > HUGE_JUMP
+            if again:
+                warn |= out and jump > LARGE_JUMP and norm > self._threshold
+                warn |= z > HUGE_SCORE and jump > HUGE_JUMP
         self._event = bool(self.loss.excursion) and (warn or self._event)
         if warn:
             return WARN

@@ -89,19 +89,20 @@ def find(
     location: jax.Array,
     rows: Deviation,
     row_limits: jax.Array,
+    loss_spike: jax.Array,
     threshold: float,
 ) -> Findings:
-    """Findings of a step: signals `x` `[2 + 2 G]` deviate by `d` from `location`."""
-    split = 2 + e.gradient_sums.shape[0]
+    """Findings of a step: signals `x` `[1 + 2 G]` deviate by `d` from `location`."""
+    split = 1 + e.gradient_sums.shape[0]
     jumps = (d.score > LEAF_THRESHOLD) & (d.jump > LEAF_JUMP)
     return Findings(
         bad_loss=~jnp.isfinite(e.loss) & e.loss_given,
         bad_gradients=jnp.isnan(e.gradient_sums),
         bad_moments=e.bad_moments,
         bad_rows=e.nonfinite_rows,
-        loss_spike=d.score[0] > threshold,
-        norm_spike=d.score[1] > threshold,
-        leaf_spikes=jumps[2:split],
+        loss_spike=loss_spike,
+        norm_spike=d.score[0] > threshold,
+        leaf_spikes=jumps[1:split],
         wild_moments=_out_of_line(
             Deviation(*(v[split:] for v in d)), location[split:], x[split:]
         ),
@@ -180,10 +181,10 @@ def first_signal(f: Findings, d: Deviation) -> jax.Array:
         jnp.where(f.bad_loss, jnp.int32(0), none),
         earliest(f.bad_gradients, 2),
         jnp.where(f.loss_spike, jnp.int32(0), none),
-        largest(f.leaf_spikes, d.score[2 : 2 + leaves], 2),
+        largest(f.leaf_spikes, d.score[1 : 1 + leaves], 2),
         jnp.where(f.norm_spike | f.overflow, jnp.int32(1), none),
         earliest(f.bad_moments, 2 + leaves),
-        largest(f.wild_moments, d.score[2 + leaves :], 2 + leaves),
+        largest(f.wild_moments, d.score[1 + leaves :], 2 + leaves),
     )
     first = none
     for candidate in reversed(candidates):

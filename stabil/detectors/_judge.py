@@ -1,15 +1,16 @@
 """One verdict per step, joined from loss, gradients, moments and activations.
 
-Signals stand in vectors: loss, global gradient norm, norm of each gradient leaf and
-size of each leaf's moments in one, magnitude of each row of the readings in another.
-Positive signals are judged on their logarithm, the loss as it is (it may be negative).
+Signals stand in vectors: global gradient norm, norm of each gradient leaf and size of
+each leaf's moments in one, magnitude of each row of the readings in another, all on
+their logarithm. The loss has a judge of its own.
 
 Severity by rule:
   BLOCK  something is not finite; an activation jumps, and by that passes 100 times its
          level at the end of the warm-up, or does so while loss or gradient spike; the
          moments of one leaf leap out of line with all others (they are damaged)
-  WARN   a spike that lasts, a level that was re-learnt, a norm too large to square, an
-         activation that grew past its limit slowly (the limit then starts afresh)
+  WARN   a loss that rises and stays, a level of loss or gradient norm that was
+         re-learnt, a norm too large to square, an activation that grew past its limit
+         slowly (the limit then starts afresh)
   WATCH  a single spike of the loss, of the gradient or of an activation
 Every finite BLOCK ends by itself: after `max_consecutive_steps` the level is re-learnt.
 """
@@ -17,7 +18,7 @@ Every finite BLOCK ends by itself: after `max_consecutive_steps` the level is re
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,26 +26,27 @@ import jax.numpy as jnp
 from stabil.detectors import _findings
 from stabil.detectors._baseline import BaselineState, deviate, observe
 from stabil.detectors._findings import Evidence
-from stabil.vocabulary import Readings, Verdict
+from stabil.detectors._loss import LossState, judge_loss
+from stabil.vocabulary import Readings, Severity, Verdict
 
 _DECAY = 0.98
 _LOG_FLOOR = 0.05  # 5 % of the signal: norms closer than this are the same
-_LOSS_FLOOR = 0.02  # of the level
 _FIRST_LOG_DEVIATION = 0.5
-_LASTING = 3  # outliers in a row that make a spike a WARN
 
 
 class JudgeState(NamedTuple):
     """What the judge remembers, with G gradient leaves and room for R rows.
 
     Attributes:
-      signals: `BaselineState` over `[2 + 2 G]`: the loss, the logs of the global
-        gradient norm, of each gradient leaf's norm and of each leaf's moments.
+      loss: `LossState`.
+      signals: `BaselineState` over `[1 + 2 G]`: the logs of the global gradient norm,
+        of each gradient leaf's norm and of each leaf's moments.
       activations: `BaselineState` over `[R]`: the log of each row's magnitude.
       rows: uint32 scalar, fingerprint of the readings' row names; the rows' baseline
         starts again when it changes.
     """
 
+    loss: LossState
     signals: BaselineState
     activations: BaselineState
     rows: jax.Array
@@ -53,7 +55,8 @@ class JudgeState(NamedTuple):
     def empty(cls, leaves: int, max_readings: int) -> JudgeState:
         """A judge that has seen nothing."""
         return cls(
-            BaselineState.empty(2 + 2 * leaves),
+            LossState.empty(),
+            BaselineState.empty(1 + 2 * leaves),
             BaselineState.empty(max_readings),
             jnp.zeros([], jnp.uint32),
         )
@@ -96,7 +99,7 @@ def _log(x: jax.Array) -> jax.Array:
     return jnp.where(usable, jnp.log(jnp.where(usable, x, 1.0)), jnp.nan)
 
 
-def _where(pred: jax.Array, new: BaselineState, old: BaselineState) -> BaselineState:
+def _where(pred: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(pred, n, o), new, old)
 
 
@@ -126,40 +129,43 @@ def judge(
     """
     e, base = evidence, state.signals
     sums = jnp.concatenate([jnp.sum(e.gradient_sums)[None], e.gradient_sums])
-    x = jnp.concatenate([jnp.sqrt(sums), e.moment_levels])
-    x = jnp.concatenate([e.loss[None], _log(x)])
-    is_loss = jnp.arange(x.shape[0]) == 0
-    loss_floor = _LOSS_FLOOR * jnp.abs(base.location) + 1e-6
-    floor = jnp.where(is_loss, loss_floor, _LOG_FLOOR)
-    d = deviate(base, x, floor=floor, warmup_steps=warmup_steps)
+    x = _log(jnp.concatenate([jnp.sqrt(sums), e.moment_levels]))
+    log_floor = jnp.float32(_LOG_FLOOR)
+    d = deviate(base, x, floor=log_floor, warmup_steps=warmup_steps)
+    loss, spoken = judge_loss(
+        state.loss,
+        jnp.where(e.loss_given, e.loss, jnp.nan),
+        d.score[0],
+        threshold=threshold,
+        warmup_steps=warmup_steps,
+        longest_steps=max_consecutive_steps,
+    )
 
     known = state.rows == rows_fingerprint
     rows = _where(known, state.activations, BaselineState.empty(e.magnitudes.shape[0]))
     y = _log(e.magnitudes)
-    log_floor = jnp.float32(_LOG_FLOOR)
     dy = deviate(rows, y, floor=log_floor, warmup_steps=warmup_steps)
 
     limits = _findings.past_limit(dy, y, rows)
-    found = _findings.find(e, x, d, base.location, dy, limits, threshold)
+    found = _findings.find(e, x, d, base.location, dy, limits, spoken.spike, threshold)
     memory = dict(
         threshold=threshold,
         decay=_DECAY,
         warmup_steps=warmup_steps,
         max_consecutive_steps=max_consecutive_steps,
     )
-    start = jnp.where(is_loss, 0.1 * jnp.abs(x) + 1e-6, _FIRST_LOG_DEVIATION)
-    new, rises = observe(base, x, d, first_deviation=start, **memory)
     start = jnp.float32(_FIRST_LOG_DEVIATION)
+    new, rises = observe(base, x, d, first_deviation=start, **memory)
     new_rows, _ = observe(rows, y, dy, first_deviation=start, **memory)
     # A limit that was reached without a jump is one event: the limit starts afresh.
     grown = limits & ~found.row_jumps
     reference = jnp.where(grown, new_rows.location, new_rows.reference)
     new_rows = new_rows._replace(reference=reference)
 
-    risen = jnp.any(rises[:2])
-    spiking = jnp.stack([found.loss_spike, found.norm_spike])
-    lasting = jnp.any(spiking & (new.streak[:2] >= _LASTING))
+    risen = rises[0] | spoken.shifted
+    lasting = spoken.severity >= int(Severity.WARN)
     score = jnp.maximum(jnp.max(d.score), jnp.max(dy.score, initial=0.0))
+    score = jnp.maximum(score, spoken.score)
     verdict = Verdict(
         flags=_findings.union(found, risen),
         severity=_findings.severity(found, lasting, risen),
@@ -169,8 +175,9 @@ def judge(
     # A step with a non-finite value says nothing of what is normal.
     new = _where(found.nonfinite, base, new)
     new_rows = _where(found.nonfinite, rows, new_rows)
+    loss = _where(found.nonfinite, state.loss, loss)
     return Judgement(
         verdict,
-        JudgeState(new, new_rows, rows_fingerprint),
+        JudgeState(loss, new, new_rows, rows_fingerprint),
         found.wild_moments | found.bad_moments,
     )

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_WARMUP_STEPS = 20
 _RETURN = 3.0
 _LEVEL_RATE = 0.05
 _NOISE_RATE = 0.02
@@ -103,6 +102,7 @@ def follow(
     *,
     floor: jax.Array | float,
     threshold: float,
+    warmup_steps: int = 20,
     longest_steps: int = 200,
 ) -> tuple[LevelState, Height]:
     """Scores values and takes them in; those that are not finite change nothing.
@@ -112,6 +112,7 @@ def follow(
       value: float32, any shape, that of the state.
       floor: float32, the smallest standard deviation to believe.
       threshold: score that begins an excursion.
+      warmup_steps: values to see before a signal is judged.
       longest_steps: steps after which an excursion becomes the level, flat or not.
 
     Returns:
@@ -123,7 +124,7 @@ def follow(
     before = jnp.maximum(s.observed, 1).astype(jnp.float32)
     noise = jnp.maximum(jnp.maximum(s.spread, s.rise), floor) * (1 + 4 / before)
     jump = x - s.level
-    armed = usable & (s.observed >= _WARMUP_STEPS)
+    armed = usable & (s.observed >= warmup_steps)
     shrink = threshold / jnp.maximum(threshold, _DIP_WEIGHT * s.dips)
     score = jnp.where(armed, jump / noise * shrink, 0.0)
     out = (score > threshold) | ((s.excursion > 0) & (score > _RETURN))

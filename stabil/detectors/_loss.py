@@ -3,10 +3,10 @@
 The loss is judged on its logarithm, and from the first negative loss on as it is.
 Severity by rule:
   WARN   the loss rises and stays (the sum of min(z, 6) - 2 over its steps, which a step
-         below the level sets to 0, reaches 9) by 5 % or more; or it jumps to 2.5 times
-         its level, or to 1.5 times with a spike of the gradient norm, or in the warm-up
-         to 1.5 times its highest value (3 times in the first steps) and by more than
-         its range so far; a spike that goes on
+         below the level sets to 0, reaches 9) by 5 % or more; or it stays for two steps
+         at 2.5 times its level, or at 1.5 times with a spike of the gradient norm; or
+         it jumps in the warm-up to 1.5 times its highest value (3 times in the first
+         steps) and by more than its range so far; a spike that goes on
   WATCH  a single high loss
 """
 
@@ -97,6 +97,7 @@ def judge_loss(
     norm_score: jax.Array,
     *,
     threshold: float = 6.0,
+    warmup_steps: int = 20,
     longest_steps: int = 200,
 ) -> tuple[LossState, LossFinding]:
     """Judges a loss, float32 scalar; one that is not finite changes nothing.
@@ -108,6 +109,7 @@ def judge_loss(
       loss: float32 scalar.
       norm_score: float32 scalar, robust deviations of the gradient norm.
       threshold: deviations beyond which the loss is out of line.
+      warmup_steps: losses to see before more than a blow-up is judged.
       longest_steps: steps after which a high loss is taken as normal.
     """
     finite = jnp.isfinite(loss)
@@ -123,6 +125,7 @@ def judge_loss(
         x,
         floor=_FLOOR * unit,
         threshold=threshold,
+        warmup_steps=warmup_steps,
         longest_steps=longest_steps,
     )
     new, warn = _weigh(state, loss, height, level, unit, norm_score, threshold)
@@ -166,8 +169,9 @@ def _weigh(
     least = jnp.minimum(jnp.min(state.rises), jump)
     lasting = (score > _RETURN) & (evidence >= _EVIDENCE) & (least >= _LEAST_RISE)
     warn = (out & state.rising) | lasting
-    warn |= out & (jump > _LARGE_JUMP) & (norm_score > threshold)
-    warn |= (score > _HUGE_SCORE) & (jump > _HUGE_JUMP)
+    second = state.level.excursion > 0
+    warn |= second & out & (jump > _LARGE_JUMP) & (norm_score > threshold)
+    warn |= second & (score > _HUGE_SCORE) & (jump > _HUGE_JUMP)
     new = state._replace(
         evidence=evidence,
         rises=jnp.stack([state.rises[1], jump]),

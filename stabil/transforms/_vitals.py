@@ -78,7 +78,7 @@ def _signals(
         leaves = _leaf_names(None, opt_state, params)
         return ("grads/global_norm", *(f"grads/{n}" for n in leaves))
     rows = () if readings is None else readings.names
-    count = (state.judge_state.signals.location.shape[-1] - 2) // 2
+    count = (state.judge_state.signals.location.shape[-1] - 1) // 2
     leaves = _leaf_names(count, state.inner_state, params)
     return (
         "loss",

@@ -75,7 +75,7 @@ def test_equals_the_judge_of_rows(rng, longest):
         )
     assert all(np.all(np.isfinite(x)) for x in state.level._replace(prior=0.0))
     # The streams speak: most have a warning, and the healthy ones have none.
-    assert np.sum(np.max(severity, axis=1) == 2) >= 6
+    assert np.sum(np.max(severity, axis=1) == 2) >= 5
     assert np.all(severity[11] < 2)
 
 
