@@ -69,13 +69,13 @@ def collect(
     def collected(*args: Any, **kwargs: Any) -> tuple[Any, Readings]:
         if "flax.nnx" not in sys.modules:
             program = trace(lambda: fn(*args, **kwargs))
-            return read(program, patterns, statistics, backward)
+            return read(program, patterns, statistics, backward=backward)
         # Objects with state are made anew inside the trace, and updated after it.
         from stabil.probes._nnx import Copies
 
         copies = Copies((args, kwargs))
         program = trace(lambda: copies.run(lambda all_: fn(*all_[0], **all_[1])))
-        (out, new), readings = read(program, patterns, statistics, backward)
+        (out, new), readings = read(program, patterns, statistics, backward=backward)
         copies.update(new)
         return out, readings
 
@@ -126,8 +126,10 @@ def read(
     program: Program,
     patterns: tuple[str, ...],
     statistics: tuple[str, ...],
-    backward: bool,
+    *,
+    backward: bool = False,
     places: Iterable[tuple[str, ...]] | None = None,
+    due: jax.Array | None = None,
 ) -> tuple[Any, Readings]:
     """Runs a program and reads its taps.
 
@@ -137,6 +139,7 @@ def read(
       statistics: columns of the readings.
       backward: whether cotangents are read.
       places: names that a pattern may match without a row; the taps alone if None.
+      due: bool scalar, whether to measure at all; None is always.
     Raises:
       ValueError: a pattern matches no place.
     """
@@ -149,7 +152,7 @@ def read(
 
     harvest = _harvest.Harvest(
         wants,
-        accumulate=lambda x: _reduce.accumulate(x, groups),
+        accumulate=lambda x: _reduce.accumulate_if(due, x, groups),
         conclude=lambda sums: _reduce.conclude(sums, groups),
         nothing=lambda: _reduce.nothing(groups),
         merge=lambda packed: _reduce.merge_packed(packed, groups),

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
 import jax
 
 from stabil.probes import _collect, _select
+from stabil.probes._cadence import Probe
 from stabil.probes._tap import FORWARD, PLACE, tap_tree
 from stabil.vocabulary import Readings
 
 _context = jax.make_user_context(None)
 
 
-@dataclasses.dataclass(frozen=True)
-class LinenProbe:
-    """A Linen model whose `apply` also returns `Readings`; made by `stabil.probe`.
-
-    Attributes:
-      model: the Linen module, unchanged.
-      patterns: globs over module paths; a module is probed if one matches.
-      statistics: names of the columns of the readings.
-      inputs: whether arguments are probed beside outputs.
-      backward: whether cotangents are named, for a `stabil.collect` around.
-    """
+class LinenProbe(Probe):
+    """A Linen model whose `apply` also returns `Readings`; made by `stabil.probe`."""
 
     model: nn.Module
-    patterns: tuple[str, ...]
-    statistics: tuple[str, ...]
-    inputs: bool = False
-    backward: bool = False
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
         """What `model.init` returns; nothing is probed."""
@@ -52,7 +39,8 @@ class LinenProbe:
           The return of `model.apply`, bit-identical, and `Readings` whose rows are in
           the order of execution.
         Raises:
-          ValueError: a pattern of `where` matches no module that was called.
+          ValueError: a pattern of `where` matches no module that was called, or
+            `every` is above 1 and the step is not known: use `at`.
         Examples:
           >>> import flax.linen as nn, jax, jax.numpy as jnp, stabil
           >>> probed = stabil.probe(nn.Dense(2), stats="absmax")
@@ -61,6 +49,7 @@ class LinenProbe:
           >>> readings.scalars()
           {'activations/Dense/absmax': 0.0}
         """
+        self.check_due()
 
         def run() -> Any:
             return self.model.apply(variables, *args, **kwargs)
@@ -74,7 +63,7 @@ class LinenProbe:
             with seen:
                 program = _collect.trace(run)
         return _collect.read(
-            program, self.patterns, self.statistics, False, places=seen.places
+            program, self.patterns, self.statistics, places=seen.places, due=self.due
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Generator
@@ -13,6 +12,7 @@ import jax
 from flax import nnx
 
 from stabil.probes import _collect, _select
+from stabil.probes._cadence import Probe
 from stabil.probes._tap import FORWARD, PLACE, tap_tree
 from stabil.vocabulary import Readings
 
@@ -23,23 +23,10 @@ _lock = threading.RLock()
 _context = jax.make_user_context(None)
 
 
-@dataclasses.dataclass(frozen=True)
-class NnxProbe:
-    """An NNX module whose call also returns `Readings`; made by `stabil.probe`.
-
-    Attributes:
-      model: the module, unchanged.
-      patterns: globs over module paths; a module is probed if one matches.
-      statistics: names of the columns of the readings.
-      inputs: whether arguments are probed beside outputs.
-      backward: whether cotangents are named, for a `stabil.collect` around.
-    """
+class NnxProbe(Probe):
+    """An NNX module whose call also returns `Readings`; made by `stabil.probe`."""
 
     model: nnx.Module
-    patterns: tuple[str, ...]
-    statistics: tuple[str, ...]
-    inputs: bool = False
-    backward: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Readings]:
         """What `model(...)` returns for the same arguments, and the readings.
@@ -54,7 +41,8 @@ class NnxProbe:
           The model's return, bit-identical, and `Readings` whose rows are in the order
           of execution.
         Raises:
-          ValueError: a pattern of `where` matches no module that was called.
+          ValueError: a pattern of `where` matches no module that was called, or
+            `every` is above 1 and the step is not known: use `at`.
         Examples:
           >>> import jax.numpy as jnp, stabil
           >>> from flax import nnx
@@ -63,6 +51,7 @@ class NnxProbe:
           >>> readings.scalars()
           {'activations/Linear/absmax': 0.0}
         """
+        self.check_due()
         copies = Copies((self.model, args, kwargs))
         seen = _Seen(self)
 
@@ -72,7 +61,7 @@ class NnxProbe:
 
         program = _collect.trace(lambda: copies.run(lambda all_: call(*all_)))
         (out, new), readings = _collect.read(
-            program, self.patterns, self.statistics, False, places=seen.places
+            program, self.patterns, self.statistics, places=seen.places, due=self.due
         )
         copies.update(new)
         return out, readings

@@ -58,7 +58,9 @@ def probe(
         `float16_underflow` and the same for bfloat16, float8_e4m3 and float8_e5m2
         (share of the finite entries that a cast would lose), and what
         `stabil.probes.register` has added.
-      every: steps between readings; only 1.
+      every: steps from one reading to the next. Above 1 the probe must know the step:
+        `probed.at(step, session.controls)` in place of `probed`. The readings of a
+        step that is not due are NaN.
       inputs: whether to probe the arguments of the modules too.
       backward: whether to name the cotangents too. They exist only where gradients are
         taken: `stabil.collect(grad_fn, backward=True)` around a function that calls
@@ -67,7 +69,7 @@ def probe(
       For Linen an object with `apply`, `init` and `model`; for NNX one to call.
     Raises:
       TypeError: `model` is no Flax module, or an argument has the wrong type.
-      ValueError: a statistic is unknown.
+      ValueError: a statistic is unknown, or `every` is no positive number.
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, stabil
       >>> model = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
@@ -89,14 +91,15 @@ def probe(
     for name, value in (("inputs", inputs), ("backward", backward)):
         if not isinstance(value, bool):
             raise TypeError(f"needed `{name}` as True or False, got {value!r}")
-    if every != 1:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(
-            f"needed every=1, got {every!r}; to probe every k-th step, compile one "
-            "train step with the probe and one without, and choose by the step number"
+            f"needed `every` as a number of steps from 1 on, got {every!r}; write for "
+            "example every=10 and probed.at(step) in the train step"
         )
     options = (
         _select.as_patterns(where),
         _statistics.columns(stats),
+        every,
         inputs,
         backward,
     )

@@ -72,6 +72,18 @@ def accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     return jnp.concatenate(pieces, axis=1)
 
 
+def accumulate_if(
+    due: jax.Array | None, x: jax.Array, groups: tuple[str, ...]
+) -> jax.Array:
+    """`accumulate` where `due` holds or is None; else NaN, unread."""
+    if due is None:
+        return accumulate(x, groups)
+    shape = jax.eval_shape(lambda x: accumulate(x, groups), x).shape
+    skip = functools.partial(jnp.full, shape, jnp.nan, jnp.float32)
+    x = lax.stop_gradient(x)
+    return lax.cond(due, lambda x: accumulate(x, groups), lambda _: skip(), x)
+
+
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def conclude(sums: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     """What the sums of rows tell of each of several tensors with as many rows.

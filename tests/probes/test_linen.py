@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from stabil.probes import collect, probe
+from stabil.vocabulary import Controls
 
 X = np.random.default_rng(7).normal(size=(4, 8)).astype(np.float32)
 LIFTED = {"params": 0}
@@ -481,6 +482,49 @@ def test_cotangents_through_collect():
     np.testing.assert_allclose(readings["absmax"][4], 2 * np.abs(y).max(), rtol=1e-5)
 
 
+def test_cadence_within_one_program():
+    model, names = MODELS["scan of remat"]
+    variables = _variables(model)
+    probed = probe(model, every=3)
+    traces = []
+
+    @jax.jit
+    def run(step, controls):
+        traces.append(1)
+
+        def loss(v):
+            y, readings = probed.at(step, controls).apply(v, X)
+            return jnp.sum(y**2), readings
+
+        return jax.value_and_grad(loss, has_aux=True)(variables)
+
+    plain = jax.jit(jax.value_and_grad(lambda v: jnp.sum(model.apply(v, X) ** 2)))
+    _, always = jax.jit(probe(model).apply)(variables, X)
+    idle = Controls.untouched()
+    asked = idle._replace(probe_level=jnp.ones([], jnp.int32))
+    for step, controls, due in [
+        *((0, idle, True), (1, idle, False), (2, idle, False), (3, idle, True)),
+        (4, asked, True),
+    ]:
+        (value, readings), grads = run(step, controls)
+        _assert_same((value, grads), plain(variables))
+        assert readings.names == names
+        if due:
+            np.testing.assert_array_equal(readings.values, always.values)
+        else:
+            assert np.isnan(readings.values).all()
+    assert len(traces) == 1
+
+
+def test_cadence_needs_the_step():
+    text = (
+        "needed the step number for every=3, got none; write probed.at(step) in place "
+        "of probed, for example probed.at(step, session.controls).apply(variables, x)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        probe(nn.Dense(2), every=3).apply({}, X)
+
+
 def test_no_float_output_gives_no_row():
     class Ids(nn.Module):
         def __call__(self, x):
@@ -526,6 +570,13 @@ def test_pattern_that_matches_nothing():
             {"inputs": 1},
             TypeError,
             "needed `inputs` as True or False, got 1",
+        ),
+        (
+            Block(),
+            {"every": 0},
+            ValueError,
+            "needed `every` as a number of steps from 1 on, got 0; write for example "
+            "every=10 and probed.at(step) in the train step",
         ),
     ],
 )

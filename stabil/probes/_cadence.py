@@ -1,0 +1,75 @@
+"""When a probe is due."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from stabil.vocabulary import Controls
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What probes of every kind of model share.
+
+    Attributes:
+      model: the model, unchanged.
+      patterns: globs over module paths; a module is probed if one matches.
+      statistics: names of the columns of the readings.
+      every: steps from one reading to the next.
+      inputs: whether arguments are probed beside outputs.
+      backward: whether cotangents are named, for a `stabil.collect` around.
+      due: whether this step is read, a bool scalar; None is always.
+    """
+
+    model: Any
+    patterns: tuple[str, ...]
+    statistics: tuple[str, ...]
+    every: int = 1
+    inputs: bool = False
+    backward: bool = False
+    due: jax.Array | None = None
+
+    def at(self, step: Any, controls: Controls | None = None) -> Self:
+        """The probe at one step: it reads when the step is due, or when asked.
+
+        A step that is not due skips the statistics, inside the same compiled program;
+        its readings are NaN throughout.
+
+        Args:
+          step: number of the step, int32 scalar or Python int; due are 0, `every`,
+            2 `every`.
+          controls: `session.controls`; while `probe_level` is 1 or more, every step is
+            due.
+        Returns:
+          A probe to use in this step alone.
+        Examples:
+          >>> import flax.linen as nn, jax, jax.numpy as jnp, stabil
+          >>> probed = stabil.probe(nn.Dense(2), stats="absmax", every=10)
+          >>> params = probed.init(jax.random.key(0), jnp.ones((1, 3)))
+          >>> run = jax.jit(lambda i, x: probed.at(i).apply(params, x)[1]["absmax"])
+          >>> run(20, jnp.zeros((1, 3))), run(21, jnp.zeros((1, 3)))
+          (Array([0.], dtype=float32), Array([nan], dtype=float32))
+        """
+        if self.every == 1:
+            return self
+        due = jnp.asarray(step) % self.every == 0
+        if controls is not None:
+            due |= controls.probe_level >= 1
+        return dataclasses.replace(self, due=due)
+
+    def check_due(self) -> None:
+        """Raises where a cadence was asked for and no step number given.
+
+        Raises:
+          ValueError: `every` is above 1 and this probe came not from `at`.
+        """
+        if self.every > 1 and self.due is None:
+            raise ValueError(
+                f"needed the step number for every={self.every}, got none; write "
+                "probed.at(step) in place of probed, for example "
+                "probed.at(step, session.controls).apply(variables, x)"
+            )
