@@ -169,7 +169,7 @@ def find_moments(
             if kind and _FITS[kind](shape, shapes[owner]):
                 out[kind].append(MomentArray(where, position, owner))
                 break
-            mirrors |= shape == shapes[owner] != ()
+            mirrors |= measured[owner][0] != () and shape == shapes[owner] != ()
         else:
             named = FIRST_NAMES | SECOND_NAMES - {"n", "v", "m"}
             if mirrors or (shape != () and named & {_name(k) for k in path}):

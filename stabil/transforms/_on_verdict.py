@@ -54,8 +54,10 @@ def asks(
     """
     if verdict is None:
         stop = lambda node: isinstance(node, Verdict)  # noqa: E731
-        nodes = jax.tree.leaves(inner_state, is_leaf=stop)
-        verdict = next((node for node in nodes if stop(node)), None)
+        nodes = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=stop)[0]
+        # The outermost: a guard's own, and not that of the clip inside it.
+        found = [(len(path), node) for path, node in nodes if stop(node)]
+        verdict = min(found, key=lambda pair: pair[0])[1] if found else None
     if verdict is None or on is None:
         return jnp.zeros([], bool)
     if isinstance(on, Cause):

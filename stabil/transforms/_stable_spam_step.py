@@ -83,7 +83,7 @@ def step(
     clear = clock.reset & (not late)
     m_old = jnp.where(clear, 0, leaf.mu.astype(kind))
     v_old = jnp.where(clear, 0, leaf.nu.astype(dtype))
-    wide_b1 = b1 if shrink is None else b1.astype(kind)
+    wide_b1 = b1 if shrink is None else jnp.asarray(b1, kind)
     m = wide_b1 * m_old + (1 - wide_b1) * x
     v = r.b2 * v_old + (1 - r.b2) * _leafwise.abs_square(x)
     age = clock.age + 1

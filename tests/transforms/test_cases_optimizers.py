@@ -10,6 +10,7 @@ import optax
 import pytest
 from test_reset_moments import at, play
 
+import stabil
 from stabil.transforms import (
     backoff,
     lost_updates,
@@ -66,6 +67,23 @@ def test_no_schedule_undoes_the_hosts_request(name):
     wish = wish._replace(learning_rate_scale=jnp.array([1, 1, 0.1, 0.1, 1, 1.0]))
     updates, _ = play(backoff(inner), jnp.ones([6, 1]), {"controls": wish})
     np.testing.assert_allclose(-updates[:, 0], wish.learning_rate_scale, rtol=1e-6)
+
+
+def test_around_a_guard_its_verdict_cuts_and_resets():
+    """The guard's own verdict counts, not that of the clip inside it."""
+    loss = jnp.full([60], 2.0).at[::2].add(0.05).at[50].set(40.0)
+    grads = jnp.ones([60, 2]).at[::2].add(0.1).at[55, 0].set(jnp.nan)
+    guarded = stabil.guard(optax.adam(1.0))
+    tx = backoff(
+        reset_moments(guarded, on=Cause.LOSS_SPIKE, warmup_steps=1),
+        on=Cause.NONFINITE_GRADIENT,
+    )
+    updates, state = play(tx, grads, {"loss": loss})
+    assert np.all(np.asarray(updates[55]) == 0) and np.all(np.isfinite(updates))
+    assert state.cuts[55] == 0 and state.cuts[56] == 1
+    resets = np.asarray(state.inner_state.resets)[:, 0]
+    assert resets[50] == 0 and resets[51] == 1 and resets[-1] == 1
+    assert state.inner_state.inner_state.tally.blocked_steps[-1] >= 1
 
 
 # A reset must not be followed by a large step. ---------------------------------------
