@@ -226,3 +226,37 @@ def test_a_guard_that_gives_up_feeds_the_nan_to_the_moments():
 
     assert survives(parity=False)
     assert not survives(parity=True)
+
+
+SHIFTS = (0.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
+SPREADS = (0.05, 0.2)
+SHIFTABLE = {
+    "zclip": lambda parity: zclip(parity=parity),
+    "clip_update_norm": lambda parity: clip_update_norm(),
+    "skip_spikes": lambda parity: skip_spikes(optax.identity()),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTABLE)
+def test_no_lasting_shift_locks_a_rule(name):
+    """Shares of the last 200 of 900 steps that are refused, over sizes of the shift."""
+    norms = np.array([jitter(900, spread=s) for _ in SHIFTS for s in SPREADS])
+    norms[:, 300:] *= np.repeat(SHIFTS, len(SPREADS))[:, None]
+
+    def refused(parity: bool) -> np.ndarray:
+        tx = SHIFTABLE[name](parity)
+
+        def run(norms):
+            def step(state, norm):
+                _, state = tx.update(norm[None], state)
+                own = state.record if name == "skip_spikes" else state
+                return state, own.clip_factor < 1
+
+            return jax.lax.scan(step, tx.init(jnp.ones(1)), norms)[1]
+
+        late = jax.jit(jax.vmap(run))(jnp.asarray(norms, jnp.float32))[:, -200:]
+        return np.asarray(late).mean(axis=1)
+
+    assert refused(parity=False).max() < 0.08
+    if name == "zclip":
+        assert (refused(parity=True) > 0.9).sum() > len(SHIFTS)
