@@ -25,7 +25,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--steps", type=int, default=600, help="steps of each run (default 600)"
+        "--steps", type=int, default=1000, help="steps of each run (default 1000)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     parser.add_argument(

@@ -29,16 +29,18 @@ def plan(steps: int, layers: int, seed: int) -> tuple[Planted, ...]:
     """Five faults over a run of `steps` steps, each at its share of the way.
 
     The gradient outlier, the moment and the activation strike for one step; the burst
-    lasts eight batches; the weights stay as they are until something mends them.
+    lasts eight batches; the weights stay as they are until something mends them. They
+    come late enough for the first half of the runs to be the same, so that what
+    differs at the end is owed to the faults and not to the order of the data.
 
     Examples:
-      >>> for planted in plan(600, 5, 0):
+      >>> for planted in plan(1000, 5, 0):
       ...     print(planted.fault)
-      garbage in batch tokens at steps 180 to 187
-      scale in gradients block_1/attention/qkv/kernel at step 270
-      garbage in moments mu/block_0/mlp/down/kernel at step 348
-      scale in parameters block_2/mlp at step 426
-      nan in activations block_3/mlp at step 510
+      garbage in batch tokens at steps 450 to 457
+      scale in gradients block_1/attention/qkv/kernel at step 580
+      garbage in moments mu/block_0/mlp/down/kernel at step 700
+      scale in parameters block_2/mlp at step 820
+      nan in activations block_3/mlp at step 920
     """
     deep = [min(i, layers - 1) for i in range(4)]
 
@@ -56,11 +58,11 @@ def plan(steps: int, layers: int, seed: int) -> tuple[Planted, ...]:
     qkv = f"block_{deep[1]}/attention/qkv/kernel"
     down = f"block_{deep[0]}/mlp/down/kernel"
     return (
-        at("corrupted batches", 0.30, "", "tokens", **burst),
-        at("gradient outlier", 0.45, qkv, **outlier),
-        at("moment overwritten", 0.58, down, f"mu/{down}", **moment),
-        at("weights x 100", 0.71, f"block_{deep[2]}/mlp", **weights),
-        at("NaN in activations", 0.85, f"block_{deep[3]}/mlp", **poison),
+        at("corrupted batches", 0.45, "", "tokens", **burst),
+        at("gradient outlier", 0.58, qkv, **outlier),
+        at("moment overwritten", 0.70, down, f"mu/{down}", **moment),
+        at("weights x 100", 0.82, f"block_{deep[2]}/mlp", **weights),
+        at("NaN in activations", 0.92, f"block_{deep[3]}/mlp", **poison),
     )
 
 

@@ -29,7 +29,7 @@ class Size:
     width: int = 128
     heads: int = 4
     context: int = 64
-    batch: int = 16
+    batch: int = 8
     peak: float = 2e-3
 
 

@@ -80,14 +80,14 @@ def _mark_end(axes: Any, run: Run) -> None:
 
 
 def _mark_faults(losses: Any, norms: Any, faults: Sequence[dict[str, Any]]) -> None:
-    for fault in faults:
+    for i, fault in enumerate(faults):
         for axes in (losses, norms):
             axes.axvline(fault["batch"], color="#999999", ls=":", lw=1)
         losses.annotate(
             fault["title"],
             (fault["batch"], 1.0),
             xycoords=losses.get_xaxis_transform(),
-            xytext=(0, 4),
+            xytext=(0, 4 + 12 * (i % 2)),  # two rows, lest neighbours touch
             textcoords="offset points",
             ha="center",
             va="bottom",

@@ -20,7 +20,7 @@ from stabil.session import TrainingStopped
 from stabil.testing import inject
 from stabil.vocabulary import Controls, Vitals
 
-SAVE_EVERY = 25  # steps between checkpoints
+SAVE_EVERY = 40  # steps between checkpoints
 
 
 def train_protected(
@@ -94,7 +94,7 @@ def train_protected(
 def _guarded_step(
     task: Task, tx: optax.GradientTransformationExtraArgs, schedule: Any
 ) -> Callable[..., Any]:
-    probed = stabil.probe(task.model())
+    probed: Any = stabil.probe(task.model())
 
     @jax.jit
     def step(state: State, batch: dict[str, jax.Array], controls: Controls) -> Any:

@@ -58,7 +58,7 @@ class Task:
         model = self.model()
 
         def one(params: Any, tokens: jax.Array) -> jax.Array:
-            logits = model.apply({"params": params}, tokens[:, :-1])
+            logits: Any = model.apply({"params": params}, tokens[:, :-1])
             return cross_entropy(logits, tokens[:, 1:])
 
         return jax.jit(
@@ -178,7 +178,7 @@ def _plain_step(task: Task, schedule: Sequence[inject.Fault]) -> Callable[..., A
 
         def loss_of(params: Any) -> jax.Array:
             with inject.activations(schedule, position):
-                logits = model.apply({"params": params}, tokens[:, :-1])
+                logits: Any = model.apply({"params": params}, tokens[:, :-1])
             return cross_entropy(logits, tokens[:, 1:])
 
         loss, grads = jax.value_and_grad(loss_of)(state.params)

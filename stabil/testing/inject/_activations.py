@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +16,7 @@ from stabil.testing.inject._places import listed, struck_leaf
 
 
 @contextlib.contextmanager
-def activations(schedule: Sequence[Fault], step: Any) -> Iterator[None]:
+def activations(schedule: Sequence[Fault], step: Any) -> Generator[None, None, None]:
     """A context in which Linen modules put out what the faults of `step` leave.
 
     Put the model's `apply` in it, inside the loss function. The model needs no
