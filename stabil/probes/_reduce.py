@@ -64,6 +64,35 @@ def accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
       terms of `groups`.
     """
     x = lax.stop_gradient(x)
+    axes = _explicit_axes(x)
+    if not axes:
+        return _local_sums(x, groups)
+    # Where shardings are part of the type, rows are those of the local shards: a
+    # reshape of the whole would have to move data, and is refused.
+    rows = jax.shard_map(
+        lambda shard: _local_sums(shard, groups),
+        in_specs=jax.typeof(x).sharding.spec,
+        out_specs=jax.P(None, axes),
+        axis_names=set(axes),
+        check_vma=False,
+    )(x)
+    return _replicated(rows)
+
+
+def _explicit_axes(x: jax.Array) -> tuple[str, ...]:
+    """Mesh axes that the type of `x` says it is sharded over."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    spec = () if sharding is None else sharding.spec
+    parts = [(s,) if isinstance(s, str) else s for s in spec if s is not None]
+    return tuple(axis for part in parts for axis in part)
+
+
+def _replicated(x: jax.Array) -> jax.Array:
+    reshard = getattr(jax, "reshard", None) or jax.sharding.reshard
+    return reshard(x, jax.P(*(None,) * x.ndim))
+
+
+def _local_sums(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-2 if x.ndim else -1)
     pieces = [_row_sums(rows, groups) for rows in _as_rows(x) if rows.size]

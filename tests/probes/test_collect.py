@@ -198,6 +198,24 @@ def test_inside_shard_map_the_whole_tensor_is_told(rng, check_vma):
     np.testing.assert_allclose(readings["absmax"][1], np.nanmax(np.abs(2 * x)))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("data"), P("data", None, "model"), P(None, "data")])
+def test_sharded_tensors_are_told_whole(rng, kind, spec):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    x = rng.normal(size=(8, 4, 96)).astype(np.float32) + 5
+    x[3, 1, 7] = np.inf
+
+    @jax.jit
+    def run(x):
+        return collect(lambda x: tap(2 * x, "v"), stats="all")(x)
+
+    with jax.set_mesh(mesh):
+        got, readings = run(jax.device_put(x, jax.NamedSharding(mesh, spec)))
+    want = run(x)
+    np.testing.assert_array_equal(got, 2 * x)
+    np.testing.assert_allclose(readings.values, want[1].values, rtol=1e-6)
+
+
 def test_shardings_of_an_inner_jit_survive():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, P("data"))
