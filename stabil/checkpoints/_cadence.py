@@ -39,12 +39,16 @@ class Cadence:
 
     def due(self, step: int) -> bool:
         """Whether to save at this step; the first step that is asked about is due."""
-        if self._last is None:
-            return True
-        if step // self._every_steps > self._last // self._every_steps:
+        if self.due_by_steps(step):
             return True
         waited = self._clock() - self._at
         return self._every_seconds is not None and waited >= self._every_seconds
+
+    def due_by_steps(self, step: int) -> bool:
+        """Whether the step alone makes it due, the same on every process."""
+        if self._last is None:
+            return True
+        return step // self._every_steps > self._last // self._every_steps
 
     def saved(self, step: int) -> None:
         """Counts from here."""

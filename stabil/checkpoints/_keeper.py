@@ -14,13 +14,12 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from stabil.checkpoints import (
     _adopting,
     _manifest,
     _offline,
     _points,
+    _processes,
     _restoring,
     _rollback,
 )
@@ -40,6 +39,11 @@ class Keeper:
     tag beside it. A step is `pending` until `mark` judges it; only healthy steps are
     chosen by `restore` and `rollback`, and the newest healthy step is never deleted.
     Saving runs in the background; what goes wrong there is raised by the next call.
+
+    With several processes every method is a collective: all processes call it, in the
+    same order. The first one decides and changes the folder, which all must see; a
+    failure on one is a failure on all. One that dies in a save leaves the others to
+    JAX's own heartbeat, and to a `SaveFailedError` after two minutes.
 
     Args:
       directory: folder of this run's checkpoints, made if it is missing; a folder that
@@ -100,13 +104,9 @@ class Keeper:
                 "needed save_every_minutes > 0, or None to count steps alone, got "
                 f"{save_every_minutes!r}"
             )
-        if jax.process_count() > 1:
-            raise NotImplementedError(
-                f"needed one process, got {jax.process_count()}: a Keeper does not yet "
-                "agree between processes; use Orbax's Checkpointer there"
-            )
         self._config = _as_json(config, "config")
-        self._folder = Folder(directory, create=True)
+        _processes.decide(lambda: _open(directory))
+        self._folder = Folder(directory)
         self.directory, self.save_every = self._folder.root, save_every
         self._saver = Saver(
             self._folder,
@@ -120,7 +120,6 @@ class Keeper:
         self._ring = Ring(keep_in_memory)
         self._signals = SignalWatch()
         self._saved_on_signal = False
-        _rollback.finish(self._folder)
 
     def __enter__(self) -> Keeper:
         return self
@@ -170,16 +169,28 @@ class Keeper:
         extra = _as_json(extra)
         self._saver.begin(step, state, extra)
         self._cadence.saved(step)
-        if self.interrupted and not self._saved_on_signal:
+        if _processes.anywhere(self._asked()):
             self._saved_on_signal = True
-            self._folder.log("emergency", step=step, cause=self.interrupted)
+            if _processes.is_first():
+                self._folder.log("emergency", step=step, cause=self.interrupted)
             self.wait()
         return True
 
     def due(self, step: int) -> bool:
         """Whether `save` would save at this step."""
-        asked = self.interrupted is not None and not self._saved_on_signal
-        return asked or self._cadence.due(_whole_number(step))
+        step = _whole_number(step)
+        if _processes.alone():
+            return self._asked() or self._cadence.due(step)
+        if self._cadence.due_by_steps(step):
+            return True
+        # Clocks and signals differ between processes; now and then they are compared.
+        if step % max(self.save_every // 20, 1):
+            return False
+        asked = _processes.anywhere(self._asked())
+        return asked or _processes.decide(lambda: self._cadence.due(step))
+
+    def _asked(self) -> bool:
+        return self.interrupted is not None and not self._saved_on_signal
 
     @property
     def interrupted(self) -> str | None:
@@ -268,16 +279,20 @@ class Keeper:
         with self._lock:
             snapshot = self._ring.find(step)
             if snapshot is not None:
-                bad = tag == "healthy" and snapshot.nonfinite()
-                snapshot.tag = "suspect" if bad else tag
-            if step in self._folder.steps():
-                return self._folder.tag(step, tag, cause, by)
-            if self._saver.in_flight(step):
-                self._saver.judge_on_landing(tag, cause, by)
-                return "pending"
-            if snapshot is not None:
-                return snapshot.tag
-            raise ValueError(_offline.no_such_step(self._folder, step))
+                bad = tag == "healthy" and bool(snapshot.nonfinite())
+                snapshot.tag = "suspect" if _processes.anywhere(bad) else tag
+            return _processes.decide(lambda: self._judge(step, tag, cause, by))
+
+    def _judge(self, step: int, tag: str, cause: str, by: str) -> str:
+        if step in self._folder.steps():
+            return self._folder.tag(step, tag, cause, by)
+        if self._saver.in_flight(step):
+            self._saver.judge_on_landing(tag, cause, by)
+            return "pending"
+        snapshot = self._ring.find(step)
+        if snapshot is not None:
+            return snapshot.tag
+        raise ValueError(_offline.no_such_step(self._folder, step))
 
     def tag(self, step: int) -> str:
         """The tag of a step: `pending`, `healthy`, `suspect` or `quarantined`.
@@ -285,6 +300,9 @@ class Keeper:
         Raises:
           ValueError: there is no such step.
         """
+        return _processes.decide(lambda: self._tag(step))
+
+    def _tag(self, step: int) -> str:
         if step in self._folder.steps():
             return self._folder.health(step)["tag"]
         if self._saver.in_flight(step):
@@ -298,11 +316,12 @@ class Keeper:
 
     def steps(self) -> dict[int, str]:
         """The tag of every step on disk, ascending; without the quarantined ones."""
-        return self._folder.tags()
+        pairs = _processes.decide(lambda: [*self._folder.tags().items()])
+        return {int(step): tag for step, tag in pairs}
 
     def newest_healthy(self, before: int | None = None) -> int | None:
         """The newest healthy step on disk or in memory, below `before` if given."""
-        steps = [s for s, tag in self._folder.tags().items() if tag == "healthy"]
+        steps = [s for s, tag in self.steps().items() if tag == "healthy"]
         steps += self._ring.healthy()
         return max((s for s in steps if before is None or s < before), default=None)
 
@@ -330,7 +349,7 @@ class Keeper:
         with self._lock:
             if step is None:
                 restored = _restoring.newest(self._folder, self._ring, abstract_state)
-            elif step not in self._folder.steps():
+            elif step not in self.steps():
                 raise ValueError(_offline.no_such_step(self._folder, step))
             else:
                 restored = _restoring.from_disk(self._folder, step, abstract_state)
@@ -367,15 +386,21 @@ class Keeper:
             if target is None:
                 raise _restoring.none_left(self._folder, before, notes)
             _restoring.compare(self._folder, self._ring, target, abstract_state)
-            _rollback.begin(
-                self._folder, target=target, before=before, reason=reason, extra=extra
+            _processes.decide(
+                lambda target=target: _rollback.begin(
+                    self._folder,
+                    target=target,
+                    before=before,
+                    reason=reason,
+                    extra=extra,
+                )
             )
             try:
                 notes += self._saver.settle()
                 _points.reached("save_settled")
             finally:
                 with self._lock:
-                    _rollback.finish(self._folder)
+                    _processes.decide(lambda: _rollback.finish(self._folder))
                     self._ring.drop_after(target)
             try:
                 with self._lock:
@@ -415,7 +440,7 @@ class Keeper:
           DamagedError: the checkpoint cannot be read.
           ValueError: this keeper's folder holds steps, or the step is unknown.
         """
-        if self._folder.steps():
+        if self.steps():
             raise ValueError(
                 "needed a keeper without steps to adopt into, got "
                 f"{self.directory} with {len(self._folder.steps())}: name a new folder "
@@ -425,14 +450,15 @@ class Keeper:
         if not place.is_dir():
             raise FileNotFoundError(f"needed a folder to adopt, got {place}")
         found = _adopting.adopt(place, state, may_start_fresh, step)
-        self._folder.log("adopted", path=str(place), notes=list(found.notes))
+        if _processes.is_first():
+            self._folder.log("adopted", path=str(place), notes=list(found.notes))
         self._saver.base = found.step
         self._cadence.saved(found.step)
         return found
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Every rollback of this run, oldest first: target, before, reason, extra."""
-        return _rollback.records(self._folder)
+        return _processes.decide(lambda: _rollback.records(self._folder))
 
     def _stand_on(self, restored: Restored, notes: list[str]) -> Restored:
         self._saver.base = restored.step
@@ -441,6 +467,11 @@ class Keeper:
             manifest = self._folder.manifest(restored.step)
             notes = [*notes, *_manifest.differences(manifest, self._config)]
         return _restoring.with_notes(restored, notes)
+
+
+def _open(directory: str | os.PathLike[str]) -> None:
+    """Makes the folder ours, and ends a rollback that a kill cut short."""
+    _rollback.finish(Folder(directory, create=True))
 
 
 def _whole_number(step: Any) -> int:

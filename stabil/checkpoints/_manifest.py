@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stabil.checkpoints import _digest, _files, _leaves
+from stabil.checkpoints import _digest, _files, _leaves, _processes
 from stabil.checkpoints._digest import Digest
 from stabil.checkpoints._errors import DamagedError
 from stabil.checkpoints._leaves import Leaf
@@ -48,7 +48,8 @@ def hold(values: list[Any]) -> Callable[[], list[Digest]]:
     digested where they are; the work is queued before any later step.
 
     Returns:
-      A function for another thread that gives one digest a leaf, in order.
+      A function for another thread that gives one digest a leaf, in order; with
+      several processes that of the parts that this one holds.
     """
     parts: list[list[tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]]] = []
     remote: dict[int, jax.Array] = {}
@@ -56,9 +57,10 @@ def hold(values: list[Any]) -> Callable[[], list[Digest]]:
         held = []
         if isinstance(value, jax.Array) and _leaves.is_key(value):
             value = jax.random.key_data(value)
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and _processes.is_first():
             held = [(value, value.shape, (0,) * value.ndim)]
         elif isinstance(value, jax.Array) and not _on_host(value):
+            # Of the whole array, wherever its parts are: one process says it.
             remote[n] = value
         elif isinstance(value, jax.Array):
             held = [
@@ -86,7 +88,8 @@ def hold(values: list[Any]) -> Callable[[], list[Digest]]:
         parts.clear()
         if table is not None:
             for n, row in zip(remote, np.asarray(table), strict=True):
-                found[n] = Digest(*(int(v) for v in row))
+                if _processes.is_first():
+                    found[n] = Digest(*(int(v) for v in row))
         return found
 
     return digests
@@ -211,7 +214,9 @@ def check(manifest: dict[str, Any], values: list[Any], where: str) -> None:
       DamagedError: names the leaves whose bytes differ.
     """
     leaves = leaves_of(manifest)
-    digests = hold(values)()
+    table = np.array(hold(values)(), np.uint32).reshape(-1, 3)
+    rows = _processes.added_up(table)
+    digests = [Digest(*(int(v) for v in row)) for row in rows]
     python = [python_value(x, v) for x, v in zip(leaves, values, strict=True)]
     found = describe(leaves, python, digests)
     bad = [

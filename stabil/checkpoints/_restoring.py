@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-from stabil.checkpoints import _leaves, _manifest, _store
+from stabil.checkpoints import _leaves, _manifest, _processes, _store
 from stabil.checkpoints._errors import DamagedError, NoHealthyStepError
 from stabil.checkpoints._folder import Folder
 from stabil.checkpoints._memory import Ring
@@ -64,22 +64,35 @@ def from_disk(folder: Folder, step: int, abstract_state: Any) -> Restored:
       DamagedError: the step cannot be read, or holds other bytes than were saved. It
         has been tagged suspect.
     """
-    path, manifest = folder.path(step), {}
+    path, manifest, problem = folder.path(step), {}, ""
+    raw: list[Any] = []
+    state = None
     try:
         manifest = folder.manifest(step)
         saved = _manifest.leaves_of(manifest)
         _leaves.compare(step, saved, _leaves.flatten(abstract_state)[0])
         raw, state = _store.read(path, saved, abstract_state)
-        _manifest.check(manifest, raw, str(path))
     except DamagedError as error:
-        changed = _manifest.changed_files(manifest, path)
-        text = "; ".join([str(error), *changed])
-        folder.log("damage", step=step, cause=text)
-        # A folder that cannot be written can still be read from.
-        with contextlib.suppress(OSError):
-            folder.tag(step, "suspect", text, "stabil")
-        raise DamagedError(text) from error
+        problem = str(error)
+    if _processes.anywhere(bool(problem)):
+        problem = problem or f"{path} cannot be read by another process"
+    else:
+        try:
+            _manifest.check(manifest, raw, str(path))
+        except DamagedError as error:
+            problem = str(error)
+    if problem:
+        text = "; ".join([problem, *_manifest.changed_files(manifest, path)])
+        _processes.decide(lambda: _condemn(folder, step, text))
+        raise DamagedError(text)
     return Restored(state, step, manifest["extra"])
+
+
+def _condemn(folder: Folder, step: int, cause: str) -> None:
+    folder.log("damage", step=step, cause=cause)
+    # A folder that cannot be written can still be read from.
+    with contextlib.suppress(OSError):
+        folder.tag(step, "suspect", cause, "stabil")
 
 
 def at(folder: Folder, ring: Ring, step: int, abstract_state: Any) -> Restored:
@@ -99,9 +112,11 @@ def newest(folder: Folder, ring: Ring, abstract_state: Any) -> Restored:
       DamagedError: every healthy step is damaged.
       StructureError: the leaves differ.
     """
-    steps = {s for s, tag in folder.tags().items() if tag == "healthy"}
+    there = _processes.decide(
+        lambda: [s for s, tag in folder.tags().items() if tag == "healthy"]
+    )
     notes: list[str] = []
-    for step in sorted(steps | set(ring.healthy()), reverse=True):
+    for step in sorted({*there, *ring.healthy()}, reverse=True):
         try:
             return with_notes(at(folder, ring, step, abstract_state), notes)
         except DamagedError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from stabil.checkpoints import _manifest, _retention, _rollback
+from stabil.checkpoints import _manifest, _processes, _retention, _rollback
 from stabil.checkpoints._errors import SaveFailedError
 from stabil.checkpoints._folder import Folder
 from stabil.checkpoints._saving import Job
@@ -55,7 +55,7 @@ class Saver:
         """
         self.wait()
         with self.lock:
-            self._make_room(step)
+            _processes.decide(lambda: self._make_room(step))
             before, self.base = self.base, step
             try:
                 self._job = Job(
@@ -89,10 +89,15 @@ class Saver:
           SaveFailedError: it failed.
         """
         job = self._job
-        if job is None or (only_if_done and not job.done):
+        if job is None:
+            return
+        # Processes end at different times; they look together, when they wait.
+        if only_if_done and not (_processes.alone() and job.done):
             return
         job.wait()
         self._job = None
+        if _processes.anywhere(job.error is not None) and job.error is None:
+            job.error = RuntimeError("another process could not save its part")
         if job.error is not None:
             self._marks.clear()
             if job.step in self._folder.steps():
@@ -102,7 +107,8 @@ class Saver:
                     f"deleted may still be in {self._folder.root}"
                 ) from job.error
             self.base = self._before_job
-            self._folder.log("save_failed", step=job.step, cause=repr(job.error))
+            if _processes.is_first():
+                self._folder.log("save_failed", step=job.step, cause=repr(job.error))
             raise self._failure(job.step, job.error) from job.error
 
     def settle(self) -> list[str]:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import pathlib
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
-from stabil.checkpoints import _files, _leaves, _manifest, _points, _store
+import jax
+
+from stabil.checkpoints import (
+    _files,
+    _leaves,
+    _manifest,
+    _points,
+    _processes,
+    _store,
+)
+from stabil.checkpoints._digest import Digest
 from stabil.checkpoints._folder import MANIFEST, Folder
+
+# How long the first process waits for the digests of another one.
+PART_SECONDS = 120
 
 
 class Job:
@@ -72,12 +87,39 @@ class Job:
                 # Whatever went wrong, Orbax must not be left writing.
                 self._wait()
             _points.reached("orbax_committed")
-            self._write_manifest(digests)
+            if _processes.is_first():
+                self._write_manifest(self._with_other_parts(digests))
+            else:
+                self._write_part(digests)
+                return
             _points.reached("manifest_written")
             self._then(self.step)
             _points.reached("retention_done")
         except BaseException as error:
             self.error = error
+
+    def _part(self, process: int) -> pathlib.Path:
+        return self._folder.path(self.step) / f"stabil-part-{process}.json"
+
+    def _write_part(self, digests: list[Digest]) -> None:
+        part = {"save": self.step, "digests": [list(d) for d in digests]}
+        _files.write_sealed(self._part(jax.process_index()), part)
+
+    def _with_other_parts(self, digests: list[Digest]) -> list[Digest]:
+        """Adds what the other processes hold; files, because threads may not talk."""
+        give_up = time.monotonic() + PART_SECONDS
+        for process in range(1, jax.process_count()):
+            path = self._part(process)
+            while not path.exists():
+                if time.monotonic() > give_up:
+                    raise TimeoutError(
+                        f"process {process} did not finish its part of step "
+                        f"{self.step} in {PART_SECONDS} seconds"
+                    )
+                time.sleep(0.01)
+            part = _files.read_sealed(path)["digests"]
+            digests = [a + Digest(*b) for a, b in zip(digests, part, strict=True)]
+        return digests
 
     def _write_manifest(self, digests: list[Any]) -> None:
         path = self._folder.path(self.step)

@@ -13,7 +13,7 @@ import contextlib
 import gc
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -74,7 +74,7 @@ def load(path: pathlib.Path, abstract: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _no_abandoned_coroutines() -> Iterator[None]:
+def _no_abandoned_coroutines() -> Generator[None]:
     # A read that fails leaves coroutines behind, and Python warns of each.
     with warnings.catch_warnings():
         text = "coroutine .* was never awaited"

@@ -735,17 +735,6 @@ def test_half_made_folders_are_ignored_and_cleared(tmp_path):
     assert not (tmp_path / "40.orbax-checkpoint-tmp-1").exists()
 
 
-def test_several_processes_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    text = (
-        "needed one process, got 2: a Keeper does not yet agree between processes; use "
-        "Orbax's Checkpointer there"
-    )
-    with pytest.raises(NotImplementedError, match=whole(text)):
-        Keeper(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_importing_stabil_does_not_import_orbax():
     code = "import sys, stabil; sys.exit('orbax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

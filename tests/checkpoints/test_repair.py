@@ -59,7 +59,7 @@ def stacked():
 def trained(params, tx):
     opt_state = tx.init(params)
     grads = jax.tree.map(lambda x: -x, params)
-    return tx.update(grads, opt_state, params)[1]
+    return jax.jit(tx.update)(grads, opt_state, params)[1]
 
 
 @pytest.mark.parametrize("layout", ["separate", "stacked"])

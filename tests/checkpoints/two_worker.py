@@ -1,0 +1,111 @@
+"""One of two processes that save, judge, roll back and restore together.
+
+python two_worker.py PROCESS PORT FOLDER SCENARIO
+"""
+
+import os
+import signal
+import sys
+
+if __name__ == "__main__":  # before JAX looks
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def make_state(mesh, step):
+    def place(x, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+    x = np.arange(64.0, dtype=np.float32).reshape(8, 8) * step
+    return {
+        "rows": place(x, "a"),
+        "columns": place(x, None, "a"),
+        "everywhere": place(x),
+        "n": place(np.int32(step)),
+        "host": np.arange(step, step + 5),
+        "epoch": step,
+    }
+
+
+def equal(state, expected):
+    for name, x in expected.items():
+        if isinstance(x, jax.Array):
+            for a, b in zip(
+                state[name].addressable_shards, x.addressable_shards, strict=True
+            ):
+                np.testing.assert_array_equal(a.data, b.data)
+        else:
+            np.testing.assert_array_equal(state[name], x)
+
+
+def together(keeper, mesh):
+    state = lambda step: make_state(mesh, step)  # noqa: E731
+    for step in (10, 20):
+        assert keeper.save(step, state(step), extra={"data": step}, force=True)
+        keeper.wait()
+    assert keeper.mark(10, "healthy") == "healthy"
+    equal(keeper.restore(state(0)).state, state(10))
+    back = keeper.rollback(state(0), 20, "spike")
+    assert back.step == 10 and back.extra == {"data": 10}
+    equal(back.state, state(10))
+    keeper.snapshot(15, state(15))
+    keeper.mark(15, "healthy")
+    back = keeper.rollback(state(0), 20)
+    assert (back.step, back.source) == (15, "memory")
+    equal(back.state, state(15))
+    keeper.save(20, state(20), force=True)
+    assert keeper.mark(20, "healthy") in ("pending", "healthy")
+    keeper.wait()
+    assert keeper.steps() == {10: "healthy", 20: "healthy"}
+    # One process alone has the alarm and the NaN; all of them hear of it.
+    ill = state(30)
+    bad = jnp.where(jax.process_index() == 1, jnp.nan, 0.0)
+    shards = [
+        jax.device_put(s.data + bad, s.device) for s in ill["rows"].addressable_shards
+    ]
+    ill["rows"] = jax.make_array_from_single_device_arrays(
+        (8, 8), ill["rows"].sharding, shards
+    )
+    keeper.save(30, ill, force=True)
+    keeper.wait()
+    assert keeper.tag(30) == "suspect"
+
+
+def damaged(keeper, mesh):
+    """Step 20 has a flipped bit in what process 1 reads."""
+    restored = keeper.restore(make_state(mesh, 0))
+    assert restored.step == 10 and "step 20 was passed over" in restored.notes[0]
+    equal(restored.state, make_state(mesh, 10))
+
+
+def dies(keeper, mesh):
+    """The second process is killed when its bytes are due."""
+    from stabil.checkpoints import _points
+
+    keeper.restore(make_state(mesh, 0))
+
+    def reached(point):
+        if jax.process_index() == 1 and point == "save_begun":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _points.reached = reached
+    keeper.save(40, make_state(mesh, 40), force=True)
+    keeper.wait()
+
+
+if __name__ == "__main__":
+    process, port, folder, scenario = int(sys.argv[1]), *sys.argv[2:5]
+    jax.distributed.initialize(
+        f"localhost:{port}", 2, process, heartbeat_timeout_seconds=10
+    )
+    from stabil.checkpoints import Keeper
+
+    with Keeper(folder, save_every=10) as keeper:
+        globals()[scenario](keeper, Mesh(np.array(jax.devices()), ("a",)))
+    print("done", scenario, process, flush=True)
