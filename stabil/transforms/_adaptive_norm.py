@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from stabil import _tree
 from stabil.transforms import _leafwise, _leaves
@@ -104,10 +103,10 @@ def prepare(
     """Gradient to work on, whether it is sound, and the samples with it."""
     x = g.astype(_leafwise.wide(g))
     if faithful:
-        return x, jnp.ones_like(statistic, bool), optax.safe_increment(samples)
+        return x, jnp.ones_like(statistic, bool), _leafwise.increment(samples)
     ok = all_finite(x, statistic)
     x = jnp.where(outer(ok, x), _leafwise.bounded(x), 0)
-    return x, ok, jnp.where(ok, optax.safe_increment(samples), samples)
+    return x, ok, jnp.where(ok, _leafwise.increment(samples), samples)
 
 
 def per_leaf(name: str, updates: Any, state: Any, one: Any) -> tuple[Any, Any]:

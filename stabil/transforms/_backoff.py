@@ -144,7 +144,7 @@ def backoff(
     ) -> tuple[Any, BackoffState]:
         ok = sound(updates, state.inner_state)
         smooth, losses = _smoothed(state.loss, state.losses, loss)
-        age = optax.safe_increment(state.age)
+        age = _leafwise.increment(state.age)
         scale = come_back(state.depth, age)
         improving = (losses > 0) & (smooth < state.loss_at_cut)
         allowed = (age >= incident_steps) & ((scale == 1) | ~improving)
@@ -191,5 +191,5 @@ def _smoothed(
     value = jnp.asarray(loss).astype(jnp.float32)
     mixed = jnp.where(losses == 0, value, LOSS_DECAY * old + (1 - LOSS_DECAY) * value)
     ok = jnp.isfinite(value)
-    count = optax.safe_increment(losses)
+    count = _leafwise.increment(losses)
     return jnp.where(ok, mixed, old), jnp.where(ok, count, losses)

@@ -71,7 +71,7 @@ def descend(
             return step - lr * weight_decay * (wide + step)
 
         new = [one(u, p) for u, p in zip(leaves, owners, strict=True)]
-        state = DescendState(optax.safe_increment(state.steps))
+        state = DescendState(_leafwise.increment(state.steps))
         return _leafwise.rebuild(updates, new), state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from stabil import _tree
 from stabil.transforms._leaves import measured
 
 
-def rebuild(tree: Any, new: list[jax.Array | None]) -> Any:
+def rebuild(tree: Any, new: Sequence[jax.Array | None]) -> Any:
     """`tree` with its measured leaves replaced, None skipped; each keeps its dtype."""
     leaves, treedef = jax.tree.flatten(tree)
     fresh = iter([x for x in new if x is not None])
@@ -195,3 +195,8 @@ def check_not_negative(where: str, **values: Any) -> None:
     for name, value in values.items():
         if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
             raise ValueError(f"{where}: needed a number {name} >= 0, got {value!r}")
+
+
+def increment(steps: jax.Array) -> jax.Array:
+    """`steps + 1`, held at the largest int32."""
+    return jnp.asarray(optax.safe_increment(steps))

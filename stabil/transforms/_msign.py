@@ -116,7 +116,7 @@ def msign(
                 f"{name}: needed params, whose matrices it rewrites, got None; write "
                 "tx.update(grads, opt_state, params)"
             )
-        steps = optax.safe_increment(state.steps)
+        steps = _leafwise.increment(state.steps)
         found = {
             path: jnp.where(jnp.isfinite(u), u, jnp.zeros_like(u))
             for path, u in _leafwise.by_path(updates).items()
@@ -126,13 +126,13 @@ def msign(
         counts = dict(zip(ranks, jax.tree.leaves(state.rewrites), strict=True))
         names = [path for path in ranks if path in found]
 
-        def apply() -> tuple[list, list, list]:
+        def apply() -> tuple[Any, ...]:
             rows = [
                 _rewrite(found[p], owners[p], ranks[p], counts[p], below) for p in names
             ]
             return tuple(map(list, zip(*rows, strict=True))) if rows else ([], [], [])
 
-        def idle() -> tuple[list, list, list]:
+        def idle() -> tuple[Any, ...]:
             return tuple([table[p] for p in names] for table in (found, ranks, counts))
 
         new, rank, count = jax.lax.cond(steps % every_steps == 0, apply, idle)

@@ -166,15 +166,15 @@ def scale_by_spam(
         del params, extra
         names = _tree.measured_names(state.mu)
         grads = _leafwise.aligned(name, updates, names)
-        steps = optax.safe_increment(state.steps)
+        steps = _leafwise.increment(state.steps)
         due = steps % period == 0
         flags = _leafwise.reset_flags(len(names), controls, reset_leaves, due)
         dtype = _leaves.statistics_dtype(updates)
         clock = read_clock(state.age, state.resets, steps, flags, times, dtype)
         arrays = map(jax.tree.leaves, (state.mu, state.nu, state.mask))
         rows = [
-            step(*leaf, Clock(*(x[i] for x in clock)), rates)
-            for i, leaf in enumerate(zip(grads, *arrays, strict=True))
+            step(g, m, v, keep, Clock(*(x[i] for x in clock)), rates)
+            for i, (g, m, v, keep) in enumerate(zip(grads, *arrays, strict=True))
         ]
         new, mu, nu, clipped = map(list, zip(*rows, strict=True)) if rows else ([],) * 4
         # A new mask is in force from the next reset on, so it is drawn a step before.

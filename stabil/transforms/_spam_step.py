@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from stabil.transforms import _leafwise
 
@@ -59,7 +58,7 @@ def read_clock(
       times: the periods.
       dtype: of the warm-up scale.
     """
-    age = jnp.where(flags, 0, optax.safe_increment(age))
+    age = jnp.where(flags, 0, _leafwise.increment(age))
     resets = resets + flags.astype(jnp.int32)
     ahead = int(times.parity == "pytorch_optimizer")
     scale = _leafwise.warmup_scale(age, times.warmup, dtype, ahead=ahead)

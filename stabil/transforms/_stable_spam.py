@@ -171,10 +171,10 @@ def scale_by_stable_spam(
     ) -> tuple[Any, ScaleByStableSpamState]:
         del params, extra
         grads = _leafwise.aligned(name, updates, _tree.measured_names(state.mu))
-        steps = optax.safe_increment(state.steps)
+        steps = _leafwise.increment(state.steps)
         due = steps % period == 0
         flags = _leafwise.reset_flags(len(grads), controls, reset_leaves, due)
-        age = jnp.where(flags, 0, optax.safe_increment(state.age))
+        age = jnp.where(flags, 0, _leafwise.increment(state.age))
         resets = state.resets + flags.astype(jnp.int32)
         dtype = _leaves.statistics_dtype(updates)
         scale = _leafwise.warmup_scale(age, 0 if parity else warmup_steps, dtype)

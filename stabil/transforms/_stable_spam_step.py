@@ -101,6 +101,11 @@ def step(
     if late:
         m, v = jnp.where(clock.reset, 0, m), jnp.where(clock.reset, 0, v)
     new = Leaf(
-        m.astype(leaf.mu.dtype), v.astype(leaf.nu.dtype), top, *averages, samples
+        mu=m.astype(leaf.mu.dtype),
+        nu=v.astype(leaf.nu.dtype),
+        spike_max=top,
+        norm_mean=averages[0],
+        norm_square_mean=averages[1],
+        samples=samples,
     )
     return jnp.where(moves, u, 0), new
