@@ -85,21 +85,18 @@ def leaf_norms(tree: Any, norms: Any = None) -> jax.Array:
         return jnp.zeros([0], dtype)
     if dtype != jnp.float32:
         plain = naive_norms(tree, dtype)
-        due = jnp.any(jnp.isinf(plain))
+    elif norms is not None and jnp.shape(norms) == (len(leaves),):
+        plain = jnp.asarray(norms).astype(dtype)
     else:
-        if norms is not None and jnp.shape(norms) == (len(leaves),):
-            plain = jnp.asarray(norms).astype(dtype)
-        else:
-            plain = jnp.sqrt(_tree.sums_of_squares(tree))
-        # This first pass counted larger entries as LARGEST; see `_tree`.
-        due = jnp.any(plain >= _tree.LARGEST)
+        plain = jnp.sqrt(_tree.sums_of_squares(tree))
 
     def exact() -> jax.Array:
         slow = jnp.stack([exact_norm(x, dtype) for x in leaves])
         slow = jnp.where(jnp.isnan(plain), plain, slow)
         return jnp.where(jnp.isfinite(slow), slow, jnp.nan)
 
-    return jax.lax.cond(due, exact, lambda: plain)
+    # NaN says that an entry is not finite; an infinity may be finite squares.
+    return jax.lax.cond(jnp.any(jnp.isinf(plain)), exact, lambda: plain)
 
 
 class Layout:

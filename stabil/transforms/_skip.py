@@ -142,7 +142,7 @@ def _first_nonfinite_parameter(
         return before
 
     def find() -> jax.Array:
-        wrong = ~jnp.isfinite(_tree.sums_of_squares(params))
+        wrong = jnp.isnan(_tree.sums_of_squares(params))
         first = jnp.argmax(wrong).astype(jnp.int32)
         return jnp.where(jnp.any(wrong), first, -1).astype(jnp.int32)
 

@@ -132,6 +132,7 @@ def test_one_nan_poisons_the_statistic(name):
         out = np.abs(np.asarray(updates[:, 0]))
         if not parity:
             assert out[NAN] == 0.0 and state.nonfinite_steps[-1] == 1
+            assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state))
         calm = np.isfinite(np.delete(out, NAN)).all() and (out[NAN + 1 :] > 0.3).all()
         return bool(calm and out[SPIKE] < 10)
 
