@@ -18,6 +18,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
+from public_factories import FACTORIES, build
 
 import stabil
 from stabil.checkpoints import (
@@ -27,6 +28,7 @@ from stabil.checkpoints import (
     NotARunFolderError,
     SaveFailedError,
     StructureError,
+    _leaves,
     _manifest,
     _points,
     _store,
@@ -351,6 +353,22 @@ def test_a_statistic_that_was_not_measured_is_no_fault(tmp_path, level):
     )
     put(2, ill)
     assert keeper.mark(2, "healthy") == "suspect"
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_no_first_state_of_a_transformation_looks_ill(name):
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    state = build(name, optax.adamw(1e-3)).init(params)
+    leaves, values, _ = _leaves.flatten(state)
+    counted = _leaves.statistics(state)
+    ill = [
+        leaf.name
+        for leaf, value in zip(leaves, values, strict=True)
+        if leaf.path not in counted
+        and jnp.issubdtype(value.dtype, jnp.floating)
+        and not np.isfinite(value).all()
+    ]
+    assert ill == []
 
 
 # --- what it refuses ------------------------------------------------------------------
