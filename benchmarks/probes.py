@@ -1,0 +1,189 @@
+"""Cost of probes in a train step, against the same step without them.
+
+    python benchmarks/probes.py [--json] [--size demo|wide] [--dtype float32|bfloat16]
+                                [--rounds 11] [--batch 8]
+
+The step is forward, backward and AdamW of a decoder: `demo` is 4 layers of width 128
+at sequence 128, `wide` 6 layers of width 384 at sequence 256. Steps of all
+configurations run in turn, round by round; a ratio is the median over rounds of one
+configuration's time over that of the plain step in the same round. `noise` is a second
+plain step. Times are CPU seconds of the process where the device is the CPU, wall
+seconds elsewhere. Bytes and temporary memory are XLA's own analysis and do not depend
+on the machine's load. The steps run with host transfers disallowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from stabil.probes import collect, probe
+
+SIZES = {"demo": (4, 128, 128), "wide": (6, 384, 256)}
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width, kw = x.shape[-1], dict(dtype=self.dtype)
+        h = nn.LayerNorm(name="norm_1", **kw)(x)
+        attention = nn.MultiHeadDotProductAttention(4, name="attention", **kw)
+        x = x + attention(h, mask=nn.make_causal_mask(x[..., 0]))
+        h = nn.Dense(4 * width, name="up", **kw)(nn.LayerNorm(name="norm_2", **kw)(x))
+        return x + nn.Dense(width, name="down", **kw)(nn.gelu(h))
+
+
+class Decoder(nn.Module):
+    """A byte-level language model."""
+
+    layers: int
+    width: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(VOCABULARY, self.width, dtype=self.dtype, name="embed")(tokens)
+        for i in range(self.layers):
+            x = Block(self.dtype, name=f"block_{i}")(x)
+        x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
+        return nn.Dense(VOCABULARY, dtype=self.dtype, name="head")(x)
+
+
+def step_with(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """A train step around `apply(params, tokens, step)`."""
+    tx = optax.adamw(1e-3)
+
+    def step(params: Any, state: Any, tokens: jax.Array, i: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            out = apply(params, tokens[:, :-1], i)
+            logits, readings = out if isinstance(out, tuple) else (out, None)
+            logits = logits.astype(jnp.float32)
+            each = optax.softmax_cross_entropy_with_integer_labels(
+                logits, tokens[:, 1:]
+            )
+            return each.mean(), readings
+
+        (value, readings), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value, readings
+
+    return step
+
+
+def configurations(model: Decoder) -> dict[str, Callable[..., Any]]:
+    """Train steps by name."""
+
+    def plain(p: Any, x: jax.Array, i: jax.Array) -> Any:
+        return model.apply(p, x)
+
+    def probed(**kwargs: Any) -> Callable[..., Any]:
+        at = probe(model, **kwargs).at
+        return lambda p, x, i: at(i).apply(p, x)
+
+    few = ("block_*", "norm", "head")
+    both = dict(stats="all", backward=True)
+    return {
+        "plain": step_with(plain),
+        "noise": step_with(lambda p, x, i: model.apply(p, x)),
+        "minimal": step_with(probed()),
+        "full": step_with(probed(stats="all")),
+        "full_every_10": step_with(probed(stats="all", every=10)),
+        "blocks_minimal": step_with(probed(where=few)),
+        "blocks_full": step_with(probed(where=few, stats="all")),
+        "full_backward": collect(step_with(probed(**both)), **both),
+    }
+
+
+def measure(size: str, dtype: str, rounds: int, batch: int) -> dict[str, Any]:
+    """Times, bytes and compile times of every configuration."""
+    layers, width, length = SIZES[size]
+    model = Decoder(layers, width, jnp.dtype(dtype))
+    shape = (batch, length + 1)
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, VOCABULARY)
+    params = jax.jit(model.init)(jax.random.key(1), tokens[:, :-1])
+    state = jax.jit(optax.adamw(1e-3).init)(params)
+    on_cpu = jax.default_backend() == "cpu"
+    clock = time.process_time if on_cpu else time.perf_counter
+    compiled, result = {}, {}
+    jax.jit(step_with(lambda p, x, i: model.apply(p, x))).lower(
+        params, state, tokens, jnp.int32(0)
+    ).compile()  # what is compiled first pays for what is compiled once
+    for name, step in configurations(model).items():
+        start = clock()
+        lowered = jax.jit(step).lower(params, state, tokens, jnp.int32(0))
+        compiled[name] = lowered.compile()
+        cost, memory = compiled[name].cost_analysis(), compiled[name].memory_analysis()
+        result[name] = {
+            "compile_seconds": clock() - start,
+            "bytes_accessed": cost["bytes accessed"],
+            "temporary_bytes": memory.temp_size_in_bytes,
+        }
+    times: dict[str, list[float]] = {name: [] for name in compiled}
+    numbers = [jnp.int32(i) for i in range(rounds)]
+    for i in numbers:
+        for name, step in compiled.items():
+            with jax.transfer_guard("disallow"):
+                start = clock()
+                jax.block_until_ready(step(params, state, tokens, i))
+                times[name].append(clock() - start)
+    for name, r in result.items():
+        # The first two rounds warm up; of every 10 steps of a cadence one is due.
+        pairs = list(zip(times[name], times["plain"], strict=True))[2:]
+        r["step_ratio"] = statistics.median(a / b for a, b in pairs)
+        r["bytes_ratio"] = r["bytes_accessed"] / result["plain"]["bytes_accessed"]
+        r["compile_ratio"] = r["compile_seconds"] / result["plain"]["compile_seconds"]
+    return result
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--size", choices=list(SIZES), default="demo")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--batch", type=int, default=8)
+    args = parser.parse_args()
+    found = measure(args.size, args.dtype, args.rounds, args.batch)
+    off, on = found["full_every_10"]["step_ratio"], found["full"]["step_ratio"]
+    summary = {
+        "minimal_every_step_ratio": found["minimal"]["step_ratio"],
+        "full_every_step_ratio": on,
+        # The rounds hold few due steps, so their median is that of an off-step.
+        "full_every_10_ratio": (9 * off + on) / 10,
+        "compile_ratio": found["minimal"]["compile_ratio"],
+        "noise_ratio": found["noise"]["step_ratio"],
+    }
+    whole = {
+        "summary": summary,
+        "configurations": found,
+        "size": args.size,
+        "dtype": args.dtype,
+        "device": jax.devices()[0].device_kind,
+    }
+    if args.json:
+        print(json.dumps(whole))
+        return
+    kinds = ("step", "bytes", "compile")
+    for name, r in found.items():
+        ratios = "  ".join(f"{k} {r[f'{k}_ratio']:.3f}" for k in kinds)
+        print(f"{name:16} {ratios}  temp {r['temporary_bytes'] / 1e6:.1f} MB")
+    print(json.dumps(summary, indent=1))
+
+
+if __name__ == "__main__":
+    main()
