@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from stabil.transforms._find_moments import find_moments
 from stabil.transforms._moments import restart_moments
@@ -93,6 +94,13 @@ def test_a_parameter_called_like_a_moment():
         ("0/mu/nu", 2),
     ]
     assert len(found.second) == 3 and found.unrecognised == ()
+
+
+def test_a_state_of_flax_nnx():
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    found = find_moments(ADAM.init(params), params)
+    assert [m.leaf for m in found.first] == [0, 1] == [m.leaf for m in found.second]
 
 
 def test_records_per_parameter():

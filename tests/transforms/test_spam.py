@@ -8,7 +8,17 @@ import numpy as np
 import optax
 import pytest
 
-from stabil.transforms import scale_by_spam, spam
+from stabil.transforms import (
+    backoff,
+    lost_updates,
+    msign,
+    reset_moments,
+    scale_by_adaclip,
+    scale_by_adafn,
+    scale_by_spam,
+    scale_by_stable_spam,
+    spam,
+)
 from stabil.vocabulary import Controls
 
 CONFIG = dict(threshold=30.0, every_steps=20, warmup_steps=6, grace_steps=4)
@@ -228,3 +238,36 @@ def test_more_errors():
         ValueError, match=r"^spam: needed a number learning_rate >= 0, got -1\.0$"
     ):
         spam(-1.0)
+
+
+@pytest.mark.parametrize("name", ["plain", "wrapped"])
+def test_wide_leaves_keep_their_precision_beside_narrow_ones(name):
+    """Under strict promotion, with 16, 32 and 64 bit leaves in one tree."""
+    links = {
+        "plain": [
+            scale_by_adaclip(),
+            scale_by_adafn(),
+            scale_by_spam(every_steps=2),
+            scale_by_stable_spam(every_steps=2),
+            msign(every_steps=2),
+            lost_updates(),
+        ],
+        "wrapped": [backoff(reset_moments(optax.trace(0.9), every_steps=2))],
+    }
+    with jax.enable_x64(True):
+        grads = {
+            "w": jnp.full([3, 4, 4], 0.5, jnp.float64),
+            "b": jnp.full([3, 4], 0.5, jnp.float32),
+            "h": jnp.full([3, 2, 2], 0.5, jnp.bfloat16),
+        }
+        updates, state = play(optax.chain(*links[name]), grads)
+        assert {k: str(u.dtype) for k, u in updates.items()} == {
+            "w": "float64",
+            "b": "float32",
+            "h": "bfloat16",
+        }
+        for leaf in jax.tree.leaves(updates):
+            assert np.all(np.isfinite(np.asarray(leaf, np.float64)))
+        if name == "plain":
+            kinds = {k: str(x.dtype) for k, x in state[2].nu.items()}
+            assert kinds == {"w": "float64", "b": "float32", "h": "float32"}
