@@ -1,11 +1,16 @@
 """Read training curves from anybody's log: what happened, when, and how bad it was."""
 
+from stabil.curves._collapse import Collapse as Collapse
+from stabil.curves._collapse import collapse as collapse
+from stabil.curves._collapse import timescale as timescale
 from stabil.curves._draw import draw as draw
 from stabil.curves._event import KINDS as KINDS
 from stabil.curves._event import Event as Event
 from stabil.curves._events import Tracker as Tracker
 from stabil.curves._events import find_events as find_events
 from stabil.curves._judge import Judge as Judge
+from stabil.curves._ranks import Departure as Departure
+from stabil.curves._ranks import departures as departures
 from stabil.curves._read import FORMATS as FORMATS
 from stabil.curves._read import Log as Log
 from stabil.curves._read import Problem as Problem
@@ -20,6 +25,8 @@ from stabil.curves._spike_score import spike_score as spike_score
 __all__ = [
     "FORMATS",
     "KINDS",
+    "Collapse",
+    "Departure",
     "Event",
     "Judge",
     "Log",
@@ -30,8 +37,11 @@ __all__ = [
     "SpikeScore",
     "StabilityMonitor",
     "Tracker",
+    "collapse",
+    "departures",
     "draw",
     "find_events",
     "lint",
     "spike_score",
+    "timescale",
 ]

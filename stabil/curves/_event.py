@@ -14,8 +14,6 @@ KINDS = {
     "restart": "the loss is back where the run began, or the step counter goes back",
     "hard_batch": "one high loss, gone with the next row",
     "gradient_blip": "the gradient norm rises, the loss does not",
-    "drift": "the gradient norm has slowly doubled, or halved",
-    "plateau": "the loss does not fall any more",
 }
 
 
@@ -57,7 +55,7 @@ class Event(NamedTuple):
     def __str__(self) -> str:
         word = ("ok", "watch", "warn", "block")[self.severity]
         text = f"{word} {self.kind} at {_whole(self.start)}"
-        if self.kind in ("nonfinite", "drift", "plateau"):
+        if self.kind == "nonfinite":
             text += f" to {_whole(self.end)}"
         elif not math.isnan(self.height):
             text += f", peak {self.height:.3g}x at {_whole(self.peak)}"
