@@ -24,7 +24,7 @@ lint: $(STAMP)
 	$(RUN) -m ruff format --check .
 
 types: $(STAMP)
-	$(RUN) -m pyrefly check
+	$(RUN) -m pyrefly check --python-interpreter-path $(RUN)
 
 doctest: $(STAMP)
 	JAX_PLATFORMS=cpu $(RUN) -m pytest --doctest-modules stabil

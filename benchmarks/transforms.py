@@ -14,7 +14,6 @@ on the machine's load.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
 import json
 import statistics
@@ -26,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import transforms_peers as peers
 
 import stabil
 import stabil.transforms
@@ -83,19 +83,6 @@ def contenders() -> dict[str, optax.GradientTransformation]:
             found[f"stabil: adamw, {name}"] = optax.chain(adamw, factory())
         else:
             found[f"stabil: {name}, adamw"] = optax.chain(factory(), adamw)
-    return found | peers(adamw)
-
-
-def peers(adamw: optax.GradientTransformation) -> dict[str, Any]:
-    """Packages that people would use instead, where they are installed."""
-    found = {}
-    if importlib.util.find_spec("smartclip") is not None:
-        try:
-            from smartclip.backends import jax as smartclip_jax
-
-            found["smartclip, adamw"] = smartclip_jax.chain(adamw)
-        except (ImportError, AttributeError) as error:
-            print(f"smartclip does not serve JAX here: {error}", file=sys.stderr)
     return found
 
 
@@ -147,18 +134,25 @@ def measure(rounds: int, millions: float, only: set[str] | None) -> dict[str, An
             "temporary_bytes": memory.temp_size_in_bytes,
         }
     times: dict[str, list[float]] = {name: [] for name in methods}
+    others = peers.available(params, LEARNING_RATE)
+    times |= {name: [] for name in others}
     for turn in range(rounds):
         print(f"round {turn + 1} of {rounds}", file=sys.stderr)
         for name, tx in methods.items():
             times[name].append(timed(compiled[name], tx, params))
-    for name in methods:
+        for name, run in others.items():
+            times[name].append(run())
+    # Packages that do not run inside a compiled step have a time only.
+    figures |= {name: {} for name in others}
+    for name in figures:
         pairs = zip(times[name], times[REFERENCE], strict=True)
         figures[name] |= {
             "median_ms": 1e3 * statistics.median(times[name]),
             "time_ratio": statistics.median(a / b for a, b in pairs),
-            "bytes_ratio": figures[name]["bytes_accessed"]
-            / figures[REFERENCE]["bytes_accessed"],
         }
+        if name in methods:
+            reference = figures[REFERENCE]["bytes_accessed"]
+            figures[name]["bytes_ratio"] = figures[name]["bytes_accessed"] / reference
     size = sum(x.size for x in jax.tree.leaves(params))
     finite = figures.get("optax: apply_if_finite(adamw)", {})
     return {
@@ -190,10 +184,10 @@ def main() -> None:
         return
     print(f"{'method':45} {'bytes':>6} {'time':>6} {'ms':>7} {'temporary MB':>13}")
     for name, f in result["methods"].items():
-        print(
-            f"{name:45} {f['bytes_ratio']:6.3f} {f['time_ratio']:6.3f} "
-            f"{f['median_ms']:7.1f} {f['temporary_bytes'] / 1e6:13.1f}"
-        )
+        size = f"{f['bytes_ratio']:6.3f}" if "bytes_ratio" in f else " " * 6
+        spare = f.get("temporary_bytes", float("nan")) / 1e6
+        timing = f"{f['time_ratio']:6.3f} {f['median_ms']:7.1f}"
+        print(f"{name:45} {size} {timing} {spare:13.1f}")
     print(json.dumps(result["summary"], indent=2))
 
 
