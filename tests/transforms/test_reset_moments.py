@@ -48,7 +48,7 @@ def grads(rng):
     }
 
 
-STEPS_IDLE = 60
+STEPS_IDLE = 40
 
 
 def idle_pair(inner, wrap, **extra):
@@ -94,9 +94,8 @@ def check_idle(pair):
     [
         optax.adamw(optax.linear_schedule(0.0, 1e-2, 20)),
         optax.sgd(0.1, momentum=0.9),
-        optax.adafactor(1e-2),
     ],
-    ids=["adamw", "sgd", "adafactor"],
+    ids=["adamw", "sgd"],
 )
 def test_idle_is_bit_identical(inner):
     check_idle(idle_pair(inner, reset_moments))
@@ -198,13 +197,12 @@ def test_the_request_is_answered_once(grads):
     [
         optax.contrib.muon(1e-2),
         optax.contrib.schedule_free_adamw(1e-2),
-        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
         optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
         optax.partition(
             {"x": optax.adam(1e-2), "y": optax.lion(1e-3)}, {"a": "x", "b": "y"}
         ),
     ],
-    ids=["muon", "schedule_free", "inject", "multi_steps", "partition"],
+    ids=["muon", "schedule_free", "multi_steps", "partition"],
 )
 def test_any_optimizer(grads, inner):
     updates, state = play(reset_moments(inner, every_steps=15, warmup_steps=5), grads)
