@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 
 from stabil.probes import _harvest, _reduce, _rows, _select, _statistics
-from stabil.probes._jaxprs import open_jaxpr
+from stabil.probes._jaxprs import jaxprs_in
 from stabil.vocabulary import Readings
 
 
@@ -201,7 +200,7 @@ def shares_a_trace(jaxpr: Any) -> bool:
 
     def walk(jaxpr: Any) -> bool:
         for eqn in jaxpr.eqns:
-            for inner in map(open_jaxpr, jex.jaxprs_in_params(eqn.params)):
+            for inner in jaxprs_in(eqn.params):
                 if not everything.taps_in(inner):
                     continue
                 if eqn.primitive.name in ("jit", "pjit"):

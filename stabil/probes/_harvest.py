@@ -14,6 +14,7 @@ from stabil.probes import _rows
 from stabil.probes._jaxprs import (
     bind,
     context_of,
+    jaxprs_in,
     last_uses,
     open_jaxpr,
     trace_open,
@@ -74,7 +75,7 @@ class Harvest:
             for eqn in jaxpr.eqns:
                 if eqn.primitive is tap_p and self.wants(row_of(eqn.params)):
                     found.add(row_of(eqn.params))
-                for inner in jex.jaxprs_in_params(eqn.params):
+                for inner in jaxprs_in(eqn.params):
                     found |= self.taps_in(inner)
             # The jaxpr is kept, so that its id stays its own.
             self._taps[id(jaxpr)] = (jaxpr, frozenset(found))
@@ -147,7 +148,7 @@ def evaluate(
         with context_of(eqn):
             if eqn.primitive is tap_p:
                 outs = reader.read(eqn, operands[0], nodes, values)
-            elif not any(map(harvest.taps_in, jex.jaxprs_in_params(eqn.params))):
+            elif not any(map(harvest.taps_in, jaxprs_in(eqn.params))):
                 outs = bind(eqn, operands)
             else:
                 rule = RULES.get(eqn.primitive.name, _unseen)
@@ -211,7 +212,7 @@ class _Pending(NamedTuple):
 
 
 def _unseen(harvest: Harvest, eqn: Any, operands: list[Any], mode: Mode) -> Any:
-    for inner in jex.jaxprs_in_params(eqn.params):
+    for inner in jaxprs_in(eqn.params):
         for row in harvest.taps_in(inner):
             harvest.missed[row.name + row.suffix] = eqn.primitive.name
     return bind(eqn, operands), (), []

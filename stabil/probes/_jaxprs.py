@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,14 @@ import jax.extend.core as jex
 def open_jaxpr(jaxpr: Any) -> Any:
     """The jaxpr without its constants, if it is a closed one."""
     return jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+
+
+def jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
+    """The open jaxprs among the parameters of an equation."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, (jex.ClosedJaxpr, jex.Jaxpr)):
+                yield open_jaxpr(one)
 
 
 def trace_open(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, list[Any]]:
