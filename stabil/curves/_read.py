@@ -87,7 +87,7 @@ class Log:
         if len(self.problems) < _KEPT:
             self.problems.append(Problem(line, text))
 
-    def _records(self) -> Iterator[_records.Record]:
+    def _source(self) -> Iterator[_records.Record]:
         read = {
             "csv": _records.table,
             "tsv": functools.partial(_records.table, mark="\t"),
@@ -100,7 +100,7 @@ class Log:
 
     def __iter__(self) -> Iterator[tuple[float, float, float | None]]:
         self.problems, self.problem_count = [], 0
-        records = self._records()
+        records = self._source()
         first = list(itertools.islice(records, _LOOK_AHEAD))
         nested = any(isinstance(v, dict) for _, r in first for v in r.values())
         stream = itertools.chain(first, records)

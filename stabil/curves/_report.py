@@ -95,7 +95,7 @@ def lint(path: str | pathlib.Path, **names: Any) -> Report:
         path=str(path),
         format=log.format,
         columns=log.columns,
-        rows=seen[0],
+        rows=int(seen[0]),
         first_step=seen[1],
         last_step=seen[2],
         events=events,

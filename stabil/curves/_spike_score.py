@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from stabil.curves._window import Window
 
@@ -78,7 +79,7 @@ class SpikeScore:
         return self.spikes / self.judged if self.judged else math.nan
 
 
-def spike_score(values: Iterable[float], **settings: float) -> float:
+def spike_score(values: Iterable[float], **settings: Any) -> float:
     """The `SpikeScore` share of a whole series, in [0, 1]; settings as there.
 
     Examples:
