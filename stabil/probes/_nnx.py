@@ -111,8 +111,8 @@ class _Seen:
     def watching(self, model: nnx.Module) -> Generator[None]:
         """Marks the modules of this copy, and wraps the calls of their classes."""
         classes = {}
-        for path, module in nnx.iter_modules(model):
-            if callable(module):
+        for path, module in nnx.iter_graph(model):
+            if isinstance(module, nnx.Module) and callable(module):
                 name = "/".join(map(str, path)) or type(module).__name__
                 setattr(module, _PATH, name)
                 classes[type(module)] = None
