@@ -40,6 +40,12 @@ def add_command(commands: Any) -> None:
         metavar="REGEX",
         help="for text: groups named loss and, where there are any, step and grad_norm",
     )
+    parser.add_argument(
+        "--calibration",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="ranges by stabil calibrate, to hold every signal of the log against",
+    )
     parser.set_defaults(run=_lint)
 
 
@@ -48,21 +54,27 @@ def _lint(args: argparse.Namespace) -> int:
     from stabil.cli._output import print_json
 
     names = {k: getattr(args, k) for k in ("format", "step", "loss", "grad_norm")}
+    ranges = curves.load_calibration(args.calibration) if args.calibration else {}
     code, reports = 0, []
     for path in args.logs:
         try:
             report = curves.lint(path, pattern=args.pattern, **names)
+            read = {"format": args.format, "pattern": args.pattern}
+            beyond = curves.past_limits(path, ranges, **read) if ranges else []
         except (OSError, ValueError) as error:
             print(f"stabil lint: {error}", file=sys.stderr)
             reports.append({"path": str(path), "error": str(error)})
             code = 2
             continue
-        reports.append(report.as_dict())
-        if report.findings or report.problem_count:
+        limits = [{"signal": name, **event.as_dict()} for name, event in beyond]
+        reports.append(report.as_dict() | {"past_limits": limits})
+        if report.findings or report.problem_count or beyond:
             code = max(code, 1)
         _tell_problems(report)
         if not args.json:
             _tell(report, args.watch)
+            for name, event in beyond:
+                print(f"  {event}: {name}")
         if args.png and path == args.logs[0]:
             curves.draw(report, args.png)
     if args.json:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from stabil.cli import _checkpoints, _demo, _lint, _run
+from stabil.cli import _calibrate, _checkpoints, _demo, _lint, _run
 from stabil.cli._output import print_json
 
 
@@ -42,6 +42,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="stabil", description="Keeps large-model training in JAX stable."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (_demo, _checkpoints, _run, _lint):
+    for module in (_demo, _checkpoints, _run, _lint, _calibrate):
         module.add_command(commands)
     return parser

@@ -1,5 +1,10 @@
 """Read training curves from anybody's log: what happened, when, and how bad it was."""
 
+from stabil.curves._calibrate import Typical as Typical
+from stabil.curves._calibrate import calibrate as calibrate
+from stabil.curves._calibrate import load_calibration as load_calibration
+from stabil.curves._calibrate import past_limits as past_limits
+from stabil.curves._calibrate import save_calibration as save_calibration
 from stabil.curves._collapse import Collapse as Collapse
 from stabil.curves._collapse import collapse as collapse
 from stabil.curves._collapse import timescale as timescale
@@ -37,11 +42,16 @@ __all__ = [
     "SpikeScore",
     "StabilityMonitor",
     "Tracker",
+    "Typical",
+    "calibrate",
     "collapse",
     "departures",
     "draw",
     "find_events",
     "lint",
+    "load_calibration",
+    "past_limits",
+    "save_calibration",
     "spike_score",
     "timescale",
 ]

@@ -14,6 +14,7 @@ KINDS = {
     "restart": "the loss is back where the run began, or the step counter goes back",
     "hard_batch": "one high loss, gone with the next row",
     "gradient_blip": "the gradient norm rises, the loss does not",
+    "limit": "a signal passes the limit of its calibrated range",
 }
 
 

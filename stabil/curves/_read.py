@@ -98,17 +98,21 @@ class Log:
         }[self.format]
         return read(self.path, self._complain)
 
-    def __iter__(self) -> Iterator[tuple[float, float, float | None]]:
+    def records(self) -> Iterator[_records.Record]:
+        """Line number and every name and value of each record, as slash paths."""
         self.problems, self.problem_count = [], 0
         records = self._source()
         first = list(itertools.islice(records, _LOOK_AHEAD))
-        nested = any(isinstance(v, dict) for _, r in first for v in r.values())
         stream = itertools.chain(first, records)
-        if nested:
-            stream = ((at, _flat(record)) for at, record in stream)
-            first = [(at, _flat(record)) for at, record in first]
+        if any(isinstance(v, dict) for _, r in first for v in r.values()):
+            return ((at, _flat(record)) for at, record in stream)
+        return stream
+
+    def __iter__(self) -> Iterator[tuple[float, float, float | None]]:
+        records = self.records()
+        first = list(itertools.islice(records, _LOOK_AHEAD))
         self.columns = self._choose([record for _, record in first])
-        return self._rows(stream)
+        return self._rows(itertools.chain(first, records))
 
     def _choose(self, first: list[dict[str, Any]]) -> dict[str, str | None]:
         names = dict.fromkeys(name for record in first for name in record)

@@ -1,6 +1,7 @@
 """`stabil lint`: exit codes, text and JSON."""
 
 import json
+import re
 
 import numpy as np
 
@@ -53,3 +54,20 @@ def test_unreadable_logs_do_not_stop_the_others(tmp_path, capsys):
     assert "No such file" in whole["logs"][0]["error"]
     assert whole["logs"][1]["rows"] == 300
     assert streams.err.startswith("stabil lint: ")
+
+
+def test_calibration_is_made_and_held_against(tmp_path, capsys):
+    base = write_log(tmp_path / "base.csv", spike=False)
+    out = str(tmp_path / "c.json")
+    assert main(["calibrate", base, "--out", out]) == 0
+    assert f"written to {out}" in capsys.readouterr().out
+    assert main(["lint", base, "--calibration", out]) == 0
+    with open(base, "a") as file:
+        file.write("\n300,900.0\n")
+    capsys.readouterr()
+    assert main(["lint", base, "--calibration", out]) == 1
+    limit = r"  warn limit at 300, peak 45\dx at 300: loss\n"
+    assert re.search(limit, capsys.readouterr().out)
+    assert main(["calibrate", base, "--out", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["signals"]["loss"]["limit"] > 100
+    assert main(["lint", base, "--calibration", base]) == 2
