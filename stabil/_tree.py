@@ -144,7 +144,7 @@ def rescale(tree: Any, factor: jax.Array, finite: jax.Array) -> Any:
         v = x.astype(wide)
         if not jnp.iscomplexobj(x):
             v = jnp.clip(v, -LARGEST, LARGEST)
-        return jnp.where(finite, v * factor, 0).astype(x.dtype)
+        return jnp.where(finite, v * factor.astype(wide), 0).astype(x.dtype)
 
     def body(carry: tuple[jax.Array, list[jax.Array]]) -> Any:
         due, xs = carry

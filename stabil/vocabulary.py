@@ -49,7 +49,7 @@ class Cause(enum.IntFlag):
           >>> Cause.names(64 | 2)
           ('nonfinite_gradient', 'loss_spike')
         """
-        return tuple(c.name.lower() for c in cls if c & int(flags))
+        return tuple(str(c.name).lower() for c in cls if c & flags)
 
 
 class Severity(enum.IntEnum):

@@ -11,8 +11,8 @@ def _number(where: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{where}: needed a Python number for {name}, got {value!r} of type "
-            f"{type(value).__name__}; hyperparameters are fixed when the transformation "
-            f"is built: write {where}({name}=1.0)"
+            f"{type(value).__name__}; hyperparameters are fixed when the "
+            f"transformation is built: write {where}({name}=1.0)"
         )
     return float(value)
 

@@ -166,11 +166,11 @@ def guard(
         restart = (found.damaged & jnp.asarray(reset)) | asked
         # A step that restarts moments is refused too: they have nothing to say yet.
         proceed = ok & ~asked
-        passed = dict(extra, loss=loss, readings=readings, controls=controls)
+        inward = None if controls is None else _obeyed(controls)
+        passed = dict(extra, loss=loss, readings=readings, controls=inward)
         passed = {k: v for k, v in passed.items() if v is not None}
-        clipped, clip_state = clip.update(
-            grads, state.clip_state, params, norms=jnp.sqrt(sums), **passed
-        )
+        # The clip takes the same norms again; XLA computes them once.
+        clipped, clip_state = clip.update(grads, state.clip_state, params, **passed)
         refused = restart_moments(
             state.inner_state, grads, restart, sums / _tree.sizes(grads)
         )
@@ -194,7 +194,8 @@ def guard(
                 update_rms=moments.rms,
             ),
         )
-        return _tree.zeros_unless(proceed, _slowed(updates, controls)), new
+        scale = _scale(controls, found.verdict)
+        return _tree.zeros_unless(proceed, _slowed(updates, scale)), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -259,15 +260,30 @@ def _clip_factor(clip_state: Any) -> jax.Array:
     return factor
 
 
-def _slowed(updates: Any, controls: Controls | None) -> Any:
-    if controls is None:
-        return updates
-    scale = controls.learning_rate_scale
+def _obeyed(controls: Controls) -> Controls:
+    """What is left of the controls for a wrapper inside: the probe level."""
+    plain = Controls.untouched()
+    return plain._replace(probe_level=controls.probe_level)
 
+
+def _scale(controls: Controls | None, verdict: Verdict) -> jax.Array:
+    """The learning-rate scale; without controls a 1 that XLA cannot know beforehand.
+
+    Behind a select on a scale and a select on the verdict XLA on CPU contracts the
+    optimizer's closing multiply with the caller's add, as it does without a guard;
+    behind a select on the verdict alone it does not.
+    """
+    if controls is None:
+        return 1 + 0 * verdict.score
+    return controls.learning_rate_scale
+
+
+def _slowed(updates: Any, scale: jax.Array) -> Any:
     def slow(u: Any) -> Any:
         if not _tree.is_measured(u):
             return u
         # A select, since a product with 1.0 changes last bits after fusion.
-        return jnp.where(scale == 1, u, (u * scale.astype(u.dtype)).astype(u.dtype))
+        u = jnp.asarray(u)
+        return jnp.where(scale == 1, u, u * scale.astype(u.dtype))
 
     return jax.tree.map(slow, updates)

@@ -221,8 +221,9 @@ def test_idle_guard_is_bit_equal_over_200_steps(name):
     _assert_idle(state, plain, (updates, state.inner_state))
 
 
+@pytest.mark.parametrize("with_controls", [True, False])
 @pytest.mark.parametrize("name", ["adam", "adamw", "lion"])
-def test_idle_guard_is_bit_equal_in_a_whole_train_step(name):
+def test_idle_guard_is_bit_equal_in_a_whole_train_step(name, with_controls):
     params, xs, loss_fn = _problem()
 
     def train(tx, **extra_of):
@@ -239,12 +240,10 @@ def test_idle_guard_is_bit_equal_in_a_whole_train_step(name):
         return p, s
 
     plain = train(OPTIMIZERS[name]())
-    controls = stabil.Controls.untouched()
-    guarded, state = train(
-        stabil.guard(OPTIMIZERS[name]()),
-        loss=lambda loss: loss,
-        controls=lambda loss: controls,
-    )
+    extra = {"loss": lambda loss: loss}
+    if with_controls:
+        extra["controls"] = lambda loss: stabil.Controls.untouched()
+    guarded, state = train(stabil.guard(OPTIMIZERS[name]()), **extra)
     _assert_idle(state, plain, (guarded, state.inner_state))
 
 
@@ -361,6 +360,16 @@ def test_controls_scale_the_update_and_restart_the_moments():
     np.testing.assert_allclose(state.inner_state[0].nu, 2.5, rtol=1e-6)
     v = stabil.vitals(state)
     assert (int(v.tally.resets), int(v.tally.blocked_steps)) == (1, 0)
+
+
+def test_controls_are_obeyed_once():
+    params = jnp.array([1.0, -2.0])
+    controls = stabil.Controls.untouched()._replace(
+        learning_rate_scale=jnp.float32(0.5)
+    )
+    tx = stabil.guard(stabil.transforms.backoff(optax.sgd(1.0)))
+    updates, _ = tx.update(params, tx.init(params), params, controls=controls)
+    np.testing.assert_allclose(updates, -0.5 * params)
 
 
 def test_wrong_arguments_are_explained():

@@ -70,3 +70,10 @@ def test_norm_is_taken_in_float32(dtype):
     g = jnp.full([3, 3], 100, dtype)
     _, state = tx.update(g, tx.init(g))
     np.testing.assert_allclose(state.measures.grad_norm, 300, rtol=1e-6)
+
+
+def test_complex_gradients_are_scaled_too():
+    tx = stabil.spike_aware(max_norm=1.0)
+    g = jnp.array([3 + 4j, 0], jnp.complex64)
+    updates, _ = tx.update(g, tx.init(g))
+    np.testing.assert_allclose(updates, g / 5, rtol=1e-6)
