@@ -19,8 +19,8 @@ def add_command(commands: Any) -> None:
             "Trains a byte-level GPT of about one million parameters on Python's own "
             "standard library three times from one seed: clean; through five planted "
             "faults without protection; through the same faults under stabil. Takes a "
-            "few minutes on two cores. Exit code 1 if the protected run did not end "
-            "within 1 %% of the clean run's loss."
+            "few minutes on two cores. Exit code 1 if the protected run ended more "
+            "than 1 %% above the clean run's loss."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -7,11 +7,19 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from stabil.cli._demo_train import Run
 
 _COLOURS = {"clean": "#444444", "unprotected": "#d1495b", "protected": "#1f77b4"}
-_MARKS = {"skip": "v", "reset": "s", "rollback": "<"}
-_MARK_COLOURS = {"skip": "#e08e0b", "reset": "#2e8b57", "rollback": "#7b3fa0"}
+_MARKS = {"clip": "o", "skip": "v", "reset": "s", "rollback": "<"}
+_MARK_COLOURS = {
+    "clip": "#17a2b8",
+    "skip": "#e08e0b",
+    "reset": "#2e8b57",
+    "rollback": "#7b3fa0",
+}
+_SMOOTH = 9  # batches that a thick line takes the median of
 
 
 def draw(
@@ -26,7 +34,7 @@ def draw(
       path: the file to write.
       runs: clean, unprotected, protected.
       faults: rows of the report, with `title` and `batch`.
-      events: batch position and kind (`skip`, `reset`, `rollback`) of each
+      events: batch position and kind (`clip`, `skip`, `reset`, `rollback`) of each
         intervention in the protected run.
 
     Raises:
@@ -44,24 +52,35 @@ def draw(
     FigureCanvasAgg(figure)
     losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for run in runs:
-        style = {"color": _COLOURS[run.name], "label": run.name, "lw": 1.1}
-        losses.plot(run.batches, run.losses, **style)
-        norms.plot(run.batches, run.grad_norms, **style)
+        colour = _COLOURS[run.name]
+        losses.plot(run.batches, run.losses, color=colour, lw=0.7, alpha=0.3)
+        medians = _running_median(run.losses)
+        losses.plot(run.batches, medians, color=colour, lw=1.5, label=run.name)
+        norms.plot(run.batches, run.grad_norms, color=colour, lw=0.9, alpha=0.8)
         _mark_end(losses, run)
     _mark_faults(losses, norms, faults)
     _mark_events(losses, runs[-1], events)
-    top = max(x for x in runs[0].losses if math.isfinite(x))
+    shown = [*runs[0].losses, *runs[-1].losses]
+    top = max(x for x in shown if math.isfinite(x))
     low = min(x for x in runs[0].losses if math.isfinite(x))
-    losses.set_ylim(low * 0.9, top * 1.6)
+    losses.set_ylim(low * 0.9, top * 1.9)  # room for the legend
     losses.set_yscale("log", base=2)
     losses.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    losses.set_ylabel("training loss (nats a byte)")
-    losses.legend(loc="upper right", ncols=2, framealpha=0.9)
+    losses.set_ylabel(f"training loss, median of {_SMOOTH} (nats a byte)")
+    losses.legend(loc="upper right", ncols=3, framealpha=0.9)
     norms.set_yscale("log")
     norms.set_ylabel("gradient norm")
     norms.set_xlabel("batch (a rollback repeats steps, with batches that are new)")
     figure.suptitle("One model, one seed, five planted faults", fontweight="bold")
     figure.savefig(path, dpi=120)
+
+
+def _running_median(values: Sequence[float]) -> list[float]:
+    half = _SMOOTH // 2
+    padded = np.pad(np.asarray(values, float), half, mode="edge")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, _SMOOTH)
+    # A window with a NaN has a NaN median: a curve ends where its numbers end.
+    return np.median(windows, axis=1).tolist()
 
 
 def _mark_end(axes: Any, run: Run) -> None:

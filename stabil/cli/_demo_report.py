@@ -11,7 +11,7 @@ from stabil.cli._demo_train import Run
 from stabil.cli._output import table
 from stabil.vocabulary import Cause, Severity
 
-TOLERANCE = 0.01  # how far the protected run may end from the clean one
+TOLERANCE = 0.01  # how far above the clean run the protected one may end
 
 
 class Seen(NamedTuple):
@@ -53,10 +53,13 @@ class Rollback(NamedTuple):
 def interventions(
     seen: Sequence[Seen], rollbacks: Sequence[Rollback]
 ) -> list[tuple[int, str]]:
-    """Batch position and kind of each skip, reset and rollback, in order of kind."""
+    """Batch position and kind of each clip, skip, reset and rollback."""
+    clips = [
+        (s.position, "clip") for s in seen if s.clipped and s.severity < Severity.BLOCK
+    ]
     skips = [(s.position, "skip") for s in seen if s.severity == Severity.BLOCK]
     resets = [(s.position, "reset") for s in seen if s.resets]
-    return [*skips, *resets, *((r.position, "rollback") for r in rollbacks)]
+    return [*clips, *skips, *resets, *((r.position, "rollback") for r in rollbacks)]
 
 
 def steps_lost(seen: Sequence[Seen], rollbacks: Sequence[Rollback]) -> int:
@@ -145,7 +148,7 @@ def verdict(runs: dict[str, dict[str, Any]], faults: Sequence[dict]) -> dict[str
     clean, protected = runs["clean"]["final_loss"], runs["protected"]["final_loss"]
     off = protected / clean - 1
     return {
-        "within_1_percent": math.isfinite(off) and abs(off) <= TOLERANCE,
+        "within_1_percent": math.isfinite(off) and off <= TOLERANCE,
         "ran_to_the_end": runs["protected"]["stopped"] is None,
         "off_clean": off,
         "parameters_always_finite": runs["protected"]["nonfinite_parameter_steps"] == 0,
@@ -209,7 +212,7 @@ def _sentence(report: dict[str, Any]) -> str:
     held = "passed" if report["passed"] else "FAILED"
     return (
         f"{held}: the protected run ended {_percent(checks['off_clean'])} off the "
-        f"clean one (allowed 1%), its parameters were "
+        f"clean one (allowed +1%), its parameters were "
         f"{'' if checks['parameters_always_finite'] else 'NOT '}finite at every step, "
         f"{checks['faults_named_rightly']} of {checks['faults_planted']} faults were "
         "named rightly"

@@ -14,7 +14,7 @@ from stabil.cli._demo_report import Rollback, Seen
 from stabil.cli._output import Progress, print_json, table
 from stabil.vocabulary import Cause, Severity
 
-SMALL = _demo_model.Size(layers=2, width=32, heads=2, context=16, batch=8)
+SMALL = _demo_model.Size(layers=2, width=32, heads=2, context=64, batch=8, peak=5e-3)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def demo(tmp_path_factory):
 
     with jax.numpy_dtype_promotion("standard"):
         report = _demo.make_report(
-            SMALL, steps=200, seed=0, folder=folder, picture=True, progress=Lines()
+            SMALL, steps=1000, seed=0, folder=folder, picture=True, progress=Lines()
         )
     return report, folder, lines
 
@@ -38,7 +38,7 @@ def test_the_protected_run_holds_and_the_other_is_ruined(demo):
     report, _, _ = demo
     assert report["passed"] and report["checks"]["within_1_percent"]
     assert report["runs"]["protected"]["nonfinite_parameter_steps"] == 0
-    assert report["runs"]["unprotected"]["nonfinite_parameter_steps"] > 0
+    assert report["runs"]["unprotected"]["nonfinite_parameter_steps"] == 80
     assert not np.isfinite(report["runs"]["unprotected"]["final_loss"])
 
 
@@ -54,7 +54,7 @@ def test_every_fault_is_named_at_its_step_and_layer(demo):
     lost = {row["title"]: row["steps_lost"] for row in report["faults"]}
     for title in ("gradient outlier", "moment overwritten", "NaN in activations"):
         assert lost[title] <= 1
-    assert report["runs"]["protected"]["rollbacks"] == 1
+    assert report["runs"]["protected"]["rollbacks"] == 2  # the burst, the weights
 
 
 def test_files_of_the_run(demo):
@@ -77,11 +77,10 @@ def test_text_and_json_tell_the_same(demo, capsys):
 
 def test_progress_goes_on_throughout(demo):
     _, _, lines = demo
-    assert [line.split(",")[0] for line in lines[::20]] == [
-        "run 1 of 3",
-        "run 2 of 3",
-        "run 3 of 3",
-    ]
+    runs = [line.split(",")[0] for line in lines]
+    assert runs == sorted(runs)
+    for number in (1, 2, 3):
+        assert runs.count(f"run {number} of 3") >= 100
 
 
 def test_the_model_has_about_a_million_parameters():
@@ -96,7 +95,7 @@ def test_any_batch_can_be_drawn_again():
     assert len(corpus.train) > 1_000_000 and len(corpus.held_out) > 50_000
     first = _demo_data.batch_at(corpus, SMALL, 3, 17)
     again = _demo_data.batch_at(corpus, SMALL, 3, 17)
-    assert first["tokens"].shape == (8, 17) and first["tokens"].dtype == np.uint8
+    assert first["tokens"].shape == (8, 65) and first["tokens"].dtype == np.uint8
     assert np.array_equal(first["tokens"], again["tokens"])
     other = _demo_data.batch_at(corpus, SMALL, 3, 18)
     assert not np.array_equal(first["tokens"], other["tokens"])
@@ -140,8 +139,11 @@ def test_steps_lost_are_skips_and_steps_done_twice():
     assert (row["skips"], row["rollbacks"], row["steps_lost"]) == (2, 1, 28)
 
 
-@pytest.mark.parametrize("final", [1.02, 0.98, np.nan])
-def test_a_run_that_ends_off_the_clean_one_fails(final):
+@pytest.mark.parametrize(
+    ("final", "holds"),
+    [(1.02, False), (1.009, True), (0.98, True), (np.nan, False), (np.inf, False)],
+)
+def test_a_run_that_ends_above_the_clean_one_fails(final, holds):
     runs = {
         "clean": {"final_loss": 1.0},
         "protected": {
@@ -150,7 +152,7 @@ def test_a_run_that_ends_off_the_clean_one_fails(final):
             "stopped": None,
         },
     }
-    assert _demo_report.verdict(runs, [])["within_1_percent"] is False
+    assert _demo_report.verdict(runs, [])["within_1_percent"] is holds
 
 
 def test_the_exit_code_is_1_when_the_run_did_not_hold(monkeypatch, capsys, tmp_path):
