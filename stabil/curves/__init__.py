@@ -12,7 +12,7 @@ from stabil.curves._draw import draw as draw
 from stabil.curves._event import KINDS as KINDS
 from stabil.curves._event import Event as Event
 from stabil.curves._events import Tracker as Tracker
-from stabil.curves._events import find_events as find_events
+from stabil.curves._hindsight import find_events as find_events
 from stabil.curves._judge import Judge as Judge
 from stabil.curves._ranks import Departure as Departure
 from stabil.curves._ranks import departures as departures

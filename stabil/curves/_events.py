@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 
 from stabil.curves._event import Event
 from stabil.curves._judge import BLOCK, WARN, WATCH, Judge
 
 GAP_ROWS = 10  # events closer than this are one
-_STILL_HIGH = 1.05
 _LEAD_ROWS = 20  # a gradient event this close before a loss event leads it
-
-Row = tuple[float, float, "float | None"]
 
 
 class _Open:
@@ -59,6 +55,8 @@ class Tracker:
       rows: rows so far.
       step: newest step.
       returned: start of each level shift that was undone later, with the step of that.
+      lowest: lowest level of the loss so far, as the judge sees it.
+      lowest_step: step of that.
 
     Examples:
       >>> tracker = Tracker()
@@ -77,6 +75,7 @@ class Tracker:
         self._bad: _Open | None = None
         self._shift: Event | None = None
         self.returned: dict[float, float] = {}
+        self.lowest, self.lowest_step = math.inf, math.nan
         self._last_norm = (-math.inf, -(10**9))
         self._first = self.step = self._limit = math.nan
 
@@ -90,6 +89,8 @@ class Tracker:
         severity = judge.row(step, loss, grad_norm)
         if row == 0:
             self._first = loss
+        if judge.loss.level < self.lowest and judge.loss.armed:
+            self.lowest, self.lowest_step = judge.loss.level, step
         if self._shift and judge.loss.level < self._limit:
             self.returned[self._shift.start], self._shift = step, None
         if severity or self._loss or self._norm or self._bad:
@@ -185,73 +186,3 @@ class Tracker:
             return shift
         recovered = not (shifted or lasts)
         return event.close(kind, level, height, recovered=recovered)
-
-
-def find_events(rows: Iterable[Row], judge: Judge | None = None) -> list[Event]:
-    """All events of a log, in the order of their start.
-
-    Severities are causal. Hindsight only renames: a level shift from which the loss
-    came back is a `spike`; shifts in a row from which it never came back are one
-    `diverge`; a gradient event inside or just before a loss event is a part of it.
-
-    Args:
-      rows: (step, loss, gradient norm or None) in the order of the log.
-      judge: the judge to use; a new one if None.
-    """
-    tracker = Tracker(judge)
-    events = list(_all(tracker, rows))
-    events = [_undone(e, tracker.returned) for e in events]
-    events = _join_divergence(events, tracker)
-    faults = [e for e in events if e.kind != "gradient_blip"]
-    kept = [e for e in events if e.kind != "gradient_blip" or not _inside(e, faults)]
-    return sorted(kept, key=lambda e: (e.start, e.end))
-
-
-def _all(tracker: Tracker, rows: Iterable[Row]) -> Iterator[Event]:
-    take = tracker.row
-    for step, loss, norm in rows:
-        ended = take(step, loss, norm)
-        if ended:
-            yield from ended
-    yield from tracker.finish()
-
-
-def _undone(event: Event, returned: dict[float, float]) -> Event:
-    """A level shift from which the loss came back later is a spike."""
-    if event.kind != "level_shift" or event.start not in returned:
-        return event
-    end = returned[event.start]
-    kind = "spike" if event.severity >= WARN else "hard_batch"
-    return event._replace(kind=kind, end=end, recovery=end - event.peak)
-
-
-def _inside(event: Event, faults: list[Event]) -> bool:
-    return any(
-        f.start - f.lead <= event.end and event.start <= f.end
-        for f in faults
-        if f.kind in ("spike", "diverge", "level_shift", "restart", "hard_batch")
-    )
-
-
-def _join_divergence(events: list[Event], tracker: Tracker) -> list[Event]:
-    """The last shifts as one divergence, if there are two and the loss stays high."""
-    loss = [e for e in events if e.kind in ("spike", "level_shift", "diverge")]
-    shifts = 0
-    while shifts < len(loss) and loss[-1 - shifts].kind != "spike":
-        shifts += 1
-    chain = loss[len(loss) - shifts :]
-    if len(chain) < 2 or tracker.judge.linear:
-        return events
-    first = chain[0]
-    if math.exp(tracker.judge.loss.level) < _STILL_HIGH * first.level:
-        return events
-    top = max(chain, key=lambda e: e.height * e.level)
-    joined = first._replace(
-        kind="diverge",
-        severity=max(e.severity for e in chain),
-        peak=top.peak,
-        end=tracker.step,
-        height=top.height * top.level / first.level,
-        recovery=math.nan,
-    )
-    return [e for e in events if e not in chain] + [joined]

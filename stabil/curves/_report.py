@@ -7,7 +7,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from stabil.curves._event import Event
-from stabil.curves._events import find_events
+from stabil.curves._hindsight import find_events
 from stabil.curves._judge import WARN
 from stabil.curves._read import Log, Problem
 from stabil.curves._sketch import Sketch

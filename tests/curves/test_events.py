@@ -71,6 +71,15 @@ def test_divergence_in_steps_is_one_event(rng):
     assert math.isclose(event.height, 2.25, rel_tol=0.1)
 
 
+def test_divergence_too_slow_for_any_row(rng):
+    losses, norms = curve(rng, rows=3000)
+    losses[1000:] *= np.linspace(1, 1.5, 2000)
+    (event,) = events(losses, norms)
+    assert (event.kind, event.severity, event.end) == ("diverge", 2, 2999)
+    assert event.start < 1200
+    assert 1.4 < event.height < 1.6
+
+
 def test_nonfinite_spans(rng):
     losses, norms = curve(rng)
     norms[100:140] = np.inf
