@@ -4,8 +4,9 @@
 
 DIR (`../shared/curves` beside the repository, or the folder named by STABIL_CURVES)
 holds `<curve>.csv.gz` with the columns step, loss, grad_norm, and `labels.csv` with
-curve, start_step, end_step and kind; `curves.csv` with curve, repo and family is needed
-for `--leave-one-out` only. Every detector sees the same rows once, in order, with one
+curve, start_step, end_step and kind; `curves.csv` with curve and repo is needed for
+`--leave-one-out` only, which chooses the settings for the curves of each repository on
+those of all others. Every detector sees the same rows once, in order, with one
 setting for all curves.
 
 How it is scored, the same for all: an alarm event is a run of rows with an alarm (WARN

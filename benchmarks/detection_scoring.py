@@ -53,7 +53,7 @@ def load(folder: pathlib.Path) -> Iterator[Curve]:
     labels = _table(folder / "labels.csv")
     about = folder / "curves.csv"
     known = _table(about) if about.exists() else []
-    source = {row["curve"]: f"{row['repo']}, {row['family']}" for row in known}
+    source = {row["curve"]: row["repo"] for row in known}
     for path in sorted(folder.glob("*.csv.gz")):
         name = path.name.removesuffix(".csv.gz")
         with gzip.open(path, "rt") as file:

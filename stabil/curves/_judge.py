@@ -20,8 +20,7 @@ EVIDENCE_SPARSE = 7.0  # two rows at 6
 LEAST_RISE = math.log(1.05)  # a lasting rise smaller than this is a change of data
 LARGE_JUMP = math.log(1.5)
 HUGE_JUMP = math.log(2.5)
-EARLY_JUMP = math.log(3.0)
-EARLY_ROWS = 8  # values before which a blow-up is a jump of EARLY_JUMP
+EARLY_ROWS = 8  # values before which a blow-up is a jump of HUGE_JUMP
 HUGE_SCORE = 20.0
 ALONE = 16.0  # score of the loss that needs no support by the gradient
 JOINT_LOSS, JOINT_NORM = 3.0, 6.0
@@ -39,8 +38,8 @@ class Judge:
              row below the level sets to 0, reaches 9) by 5 % or more; or it stays for
              two rows at 2.5 times its level, or at 1.5 times with a spike of the
              gradient norm; or it jumps in the warm-up to 1.5 times its highest value
-             (3 times in the first rows) and by more than its range so far; a spike that
-             goes on
+             (2.5 times in the first rows) and by more than its range so far; a spike
+             that goes on
       WATCH  a single high loss, a spike of the gradient norm alone
 
     A row that stands for 3 steps or more has outlived them, and is evidence by itself:
@@ -172,7 +171,7 @@ class Judge:
     def _early(self, x: float, unit: float) -> bool:
         """Whether a loss of the warm-up blows up; the others widen the range."""
         self._distinct += x != self.loss.last
-        least = LARGE_JUMP if self._distinct > EARLY_ROWS else EARLY_JUMP
+        least = LARGE_JUMP if self._distinct > EARLY_ROWS else HUGE_JUMP
         limit = self._highest + max(least * unit, self._highest - self._lowest)
         if self.loss.seen > 1 and x > limit:
             return True

@@ -5,7 +5,7 @@ Severity by rule:
   WARN   the loss rises and stays (the sum of min(z, 6) - 2 over its steps, which a step
          below the level sets to 0, reaches 9) by 5 % or more; or it stays for two steps
          at 2.5 times its level, or at 1.5 times with a spike of the gradient norm; or
-         it jumps in the warm-up to 1.5 times its highest value (3 times in the first
+         it jumps in the warm-up to 1.5 times its highest value (2.5 times in the first
          steps) and by more than its range so far; a spike that goes on
   WATCH  a single high loss
 """
@@ -29,7 +29,6 @@ _LEAST_RISE = math.log(1.05)
 _LARGE_JUMP = math.log(1.5)
 _HUGE_JUMP = math.log(2.5)
 _HUGE_SCORE = 20.0
-_EARLY_JUMP = math.log(3.0)
 _EARLY_VALUES = 8
 _RETURN = 3.0
 
@@ -185,7 +184,7 @@ def _warm(
 ) -> tuple[jax.Array, LossState]:
     """Whether a loss of the warm-up blows up, and the state after it."""
     distinct = state.distinct + (x != state.level.last).astype(jnp.int32)
-    least = jnp.where(distinct > _EARLY_VALUES, _LARGE_JUMP, _EARLY_JUMP) * unit
+    least = jnp.where(distinct > _EARLY_VALUES, _LARGE_JUMP, _HUGE_JUMP) * unit
     limit = state.highest + jnp.maximum(least, state.highest - state.lowest)
     early = (state.level.observed > 1) & (x > limit)
     new = state._replace(

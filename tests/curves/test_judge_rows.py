@@ -61,6 +61,10 @@ def test_only_nonfinite_values_block_even_when_there_is_nothing_else():
     assert judge.nonfinite == 2
 
 
+def test_a_nan_in_a_short_history_hides_nothing():
+    assert severities([3.0, 3.0, 3.0, math.nan, 3.0, 3.0, 9.0]) == [0, 0, 0, 3, 0, 0, 2]
+
+
 def test_a_huge_spike_does_not_hide_the_next():
     losses = [2.0] * 100 + [1e6] + [2.0] * 20 + [9.0] + [2.0] * 20
     found = severities(losses)

@@ -106,6 +106,24 @@ def test_signals_of_a_vector_do_not_see_each_other(rng):
         np.testing.assert_array_equal(run(values[:, order]), together[:, order])
 
 
+def test_the_update_norm_can_be_watched_and_is_first():
+    signals = np.ones((900, 4), np.float32)
+    signals[500:, 0] = 2.0  # norm of the update
+    signals[502:, 1] = 5.0  # norm of the gradient
+
+    @jax.jit
+    def run(values):
+        def step(state, x):
+            state, height = follow(state, x, floor=0.05, threshold=6.0)
+            return state, height.score
+
+        return jax.lax.scan(step, LevelState.empty((4,)), values)[1]
+
+    out = np.asarray(run(np.log(signals))) > 6
+    assert [int(np.argmax(out[:, i])) for i in (0, 1)] == [500, 502]
+    assert not np.any(out[:, 2:])
+
+
 @given(st.integers(0, 2**32 - 1), st.floats(-20, 20))
 @settings(max_examples=20, deadline=None)
 def test_any_finite_past_is_overcome(seed, level):
