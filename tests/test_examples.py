@@ -27,7 +27,7 @@ def load(name):
 def test_train_step_survives_its_broken_batch(capsys):
     losses = load("train_step").main(120)
     assert losses[60] > 1e6 and np.isfinite(losses).all()
-    assert np.mean(losses[-10:]) < 0.1 * losses[0] * 2
+    assert np.mean(losses[-10:]) < 0.2 * losses[0]
     said = capsys.readouterr().out
     assert said.count("gradient_spike") == 1
 
