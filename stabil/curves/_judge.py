@@ -45,7 +45,8 @@ class Judge:
     A row that stands for 3 steps or more has outlived them, and is evidence by itself:
     there WARN also needs only a sum of 7 and no least rise, or one high loss which the
     gradient norm supports (z > 4; z > 6 for a loss with z > 3) or which stands out by
-    itself (1.5 times the level, z > 16), or one in a log without gradient norms.
+    itself (1.5 times the level, z > 16; 2.5 times for a loss with z > 3), or one in a
+    log without gradient norms.
 
     Args:
       threshold: score beyond which a value is a spike; in robust standard deviations.
@@ -188,7 +189,7 @@ class Judge:
         if z > RETURN:
             if sparse:
                 warn |= self._evidence >= EVIDENCE_SPARSE
-                warn |= z > JOINT_LOSS and norm > JOINT_NORM
+                warn |= z > JOINT_LOSS and (norm > JOINT_NORM or jump > HUGE_JUMP)
                 apart = jump > LARGE_JUMP or z > ALONE
                 warn |= out and (not has_norm or norm > SUPPORT or apart)
             else:
