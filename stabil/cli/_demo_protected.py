@@ -18,7 +18,7 @@ from stabil.cli._demo_report import Rollback, Seen
 from stabil.cli._demo_train import Run, State, Task, Trace, all_finite
 from stabil.session import TrainingStopped
 from stabil.testing import inject
-from stabil.vocabulary import Controls, Vitals
+from stabil.vocabulary import Controls, Severity, Vitals
 
 SAVE_EVERY = 40  # steps between checkpoints
 
@@ -135,7 +135,8 @@ def _seen(rows: Sequence[tuple[int, int, Trace, Vitals]]) -> list[Seen]:
                 severity=int(vitals.severity),
                 flags=int(vitals.verdict.flags),
                 first=vitals.first,
-                clipped=float(vitals.measures.clip_factor) < 1,
+                clipped=float(vitals.measures.clip_factor) < 1
+                and vitals.severity < Severity.BLOCK,
                 # The tally goes back with the state in a rollback.
                 resets=max(0, total - resets),
             )

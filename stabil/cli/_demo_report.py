@@ -23,7 +23,7 @@ class Seen(NamedTuple):
       severity: a `Severity`.
       flags: a union of `Cause` bits.
       first: the first offending signal, or None.
-      clipped: whether the gradient was scaled down.
+      clipped: whether the gradient was scaled down in a step that was not blocked.
       resets: leaves whose moments were restarted.
     """
 
@@ -54,9 +54,7 @@ def interventions(
     seen: Sequence[Seen], rollbacks: Sequence[Rollback]
 ) -> list[tuple[int, str]]:
     """Batch position and kind of each clip, skip, reset and rollback."""
-    clips = [
-        (s.position, "clip") for s in seen if s.clipped and s.severity < Severity.BLOCK
-    ]
+    clips = [(s.position, "clip") for s in seen if s.clipped]
     skips = [(s.position, "skip") for s in seen if s.severity == Severity.BLOCK]
     resets = [(s.position, "reset") for s in seen if s.resets]
     return [*clips, *skips, *resets, *((r.position, "rollback") for r in rollbacks)]
