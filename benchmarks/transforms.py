@@ -2,9 +2,10 @@
 
     python benchmarks/transforms.py [--json] [--rounds 9] [--params 25] [--only NAMES]
 
-One step takes parameters, optimizer state and the gradients of a transformer (25
-million parameters in float32 by default) and returns new parameters and state. All
-arguments are donated: in a train step the gradients are temporaries. Steps of all
+One step takes parameters, optimizer state and the accumulated gradients of a
+transformer (25 million parameters in float32 by default) and returns new parameters and
+state and the accumulator, emptied. All arguments are donated, so a method may overwrite
+the gradients, as it may in a train step, where they are temporaries. Steps of all
 methods are timed in turn, round by round; a ratio is the median over rounds of one
 method's time over that of `chain(clip_by_global_norm, adamw)` in the same round. Bytes,
 flops and temporary memory are XLA's own analysis of the compiled step and do not depend
@@ -90,9 +91,10 @@ def step_of(tx: optax.GradientTransformation) -> Callable:
     """One optimizer step, all of whose arguments may be overwritten."""
     tx = optax.with_extra_args_support(tx)
 
-    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any, Any]:
         updates, state = tx.update(grads, state, params, loss=jnp.float32(2.0))
-        return optax.apply_updates(params, updates), state
+        emptied = jax.tree.map(jnp.zeros_like, grads)
+        return optax.apply_updates(params, updates), state, emptied
 
     return jax.jit(step, donate_argnums=(0, 1, 2))
 
@@ -105,8 +107,8 @@ def timed(compiled: Callable, tx: Any, params: Any) -> float:
         grads = jax.tree.map(lambda p: 0.01 * p, params)
         jax.block_until_ready((params, state, grads))
         start = time.perf_counter()
-        params, state = compiled(params, state, grads)
-        jax.block_until_ready((params, state))
+        params, state, grads = compiled(params, state, grads)
+        jax.block_until_ready((params, state, grads))
         seconds = time.perf_counter() - start
     return seconds
 
