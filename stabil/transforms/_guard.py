@@ -174,8 +174,20 @@ def guard(
         refused = restart_moments(
             state.inner_state, grads, restart, sums / _tree.sizes(grads)
         )
+
+        def run_inner(grads: Any, state: Any, params: Any, extra: Any) -> Any:
+            try:
+                return inner.update(grads, state, params, **extra)
+            except ValueError as error:
+                if params is not None or "params" not in str(error):
+                    raise
+                raise ValueError(
+                    "guard: needed the parameters, which the guarded optimizer uses, "
+                    "got params=None; write tx.update(grads, opt_state, params)"
+                ) from error
+
         updates, inner_state = selective_update(
-            lambda g, s, p, extra: inner.update(g, s, p, **extra),
+            run_inner,
             proceed,
             (clipped, state.inner_state, params, passed),
             refused,

@@ -415,6 +415,13 @@ def test_wrong_arguments_are_explained():
         "tx.update(grads, opt_state, params, loss=loss.mean())",
         lambda: tx.update(params, state, params, loss=params),
     )
+    decayed = stabil.guard(optax.adamw(1e-3))
+    check(
+        ValueError,
+        "guard: needed the parameters, which the guarded optimizer uses, got "
+        "params=None; write tx.update(grads, opt_state, params)",
+        lambda: decayed.update(params, decayed.init(params)),
+    )
     two = stabil.Readings(jnp.ones((2, 1)), ("a", "b"), ("absmax",))
     check(
         ValueError,
