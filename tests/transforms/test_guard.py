@@ -1,7 +1,6 @@
 """The guard on streams with events, and its promise to change nothing when idle."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -374,8 +373,9 @@ def test_controls_are_obeyed_once():
 
 def test_wrong_arguments_are_explained():
     def check(error, text, call):
-        with pytest.raises(error, match="^" + re.escape(text) + "$"):
+        with pytest.raises(error) as raised:
             call()
+        assert str(raised.value) == text
 
     adam = optax.adam(1e-3)
     check(
