@@ -40,6 +40,7 @@ def test_rollback_and_skip_leaves_the_broken_data_out(tmp_path):
     assert first <= 70 and last >= 74
 
 
+@pytest.mark.slow
 def test_adopt_in_old_run_changes_no_bit(tmp_path, capsys):
     assert load("adopt_in_old_run").main(tmp_path)
     said = capsys.readouterr().out

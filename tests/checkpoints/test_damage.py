@@ -28,7 +28,13 @@ def make_state(seed):
 TARGET = jax.eval_shape(lambda: make_state(0)) | {"epoch": 0, "ids": np.arange(500)}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "zstd"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="plain"),
+        pytest.param(True, id="zstd", marks=pytest.mark.slow),
+    ],
+)
 def folder(request, tmp_path_factory):
     """A run with the healthy steps 1 and 2."""
     path = tmp_path_factory.mktemp("damage") / "run"

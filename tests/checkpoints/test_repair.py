@@ -231,6 +231,7 @@ def first_params():
     }
 
 
+@pytest.mark.slow
 def test_a_destroyed_layer_costs_less_than_a_restart():
     """The last save is 200 steps old: a restart needs 200 steps to be back."""
     params = first_params()
