@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.metadata
 import pathlib
 import sys
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 
+import stabil
 from stabil.policy import Action, Observation
 from stabil.telemetry import (
     AlertDesk,
@@ -133,7 +133,7 @@ def _scalars(vitals: Vitals) -> dict[str, float]:
 
 def code_version() -> str:
     """stabil's version, and the commit of the running script where it lies in git."""
-    version = f"stabil {importlib.metadata.version('stabil')}"
+    version = f"stabil {stabil.__version__}"
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     for folder in pathlib.Path(script).absolute().parents if script else ():
         head = folder / ".git" / "HEAD"
