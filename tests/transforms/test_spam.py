@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from vectors_tools import enable_x64
 
 from stabil.transforms import (
     backoff,
@@ -254,7 +255,7 @@ def test_wide_leaves_keep_their_precision_beside_narrow_ones(name):
         ],
         "wrapped": [backoff(reset_moments(optax.trace(0.9), every_steps=2))],
     }
-    with jax.enable_x64(True):
+    with enable_x64(True):
         grads = {
             "w": jnp.full([3, 4, 4], 0.5, jnp.float64),
             "b": jnp.full([3, 4], 0.5, jnp.float32),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,6 +22,9 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-6, "bfloat16": 3e-3}
 Document = dict[str, Any]
 # A reader says whether a document is of its kind; a runner replays it and compares.
 Readers = dict[Callable[[Document], bool], Callable[[Document], None]]
+
+# Where `jax.enable_x64` does not exist yet, it is experimental.
+enable_x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
 
 
 def decode(value: Any) -> Any:
@@ -43,7 +47,7 @@ def load(name: str) -> Document:
 @contextlib.contextmanager
 def precision(dtype: str) -> Iterator[None]:
     """64-bit arithmetic for float64 files, JAX's own 32 bit for the others."""
-    with jax.enable_x64(dtype == "float64"):
+    with enable_x64(dtype == "float64"):
         yield
 
 
