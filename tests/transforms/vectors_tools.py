@@ -24,7 +24,9 @@ Document = dict[str, Any]
 Readers = dict[Callable[[Document], bool], Callable[[Document], None]]
 
 # Where `jax.enable_x64` does not exist yet, it is experimental.
-enable_x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+enable_x64 = (
+    jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+)
 
 
 def decode(value: Any) -> Any:
