@@ -51,15 +51,41 @@ def _split(outs: Any, eqn: Any, nodes: _rows.Nodes) -> Found:
 def _scan(harvest: Harvest, eqn: Any, operands: list[Any], mode: Mode) -> Found:
     closed = eqn.params["jaxpr"]
     new, hoisted, nodes = harvest.close(closed.jaxpr, closed.consts, mode)
-    params: dict[str, Any] = {**eqn.params, "jaxpr": jex.ClosedJaxpr(new, ())}
-    params["num_consts"] += len(hoisted)
-    if "linear" in params:
-        params["linear"] = (*((False,) * len(hoisted)), *params["linear"])
-    outs = eqn.primitive.bind(*hoisted, *operands, **params)
+    outs = _bind_scan(eqn, jex.ClosedJaxpr(new, ()), hoisted, operands)
     outs, nodes, values = _split(outs, eqn, nodes)
-    if params["length"] > LONGEST_LOOP:
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    if length > LONGEST_LOOP:
         return outs, nodes, [harvest.merge(v) for v in values]
-    return outs, (_rows.Loop(params["length"], params["reverse"], nodes),), values
+    return outs, (_rows.Loop(length, reverse, nodes),), values
+
+
+def _bind_scan(eqn: Any, body: Any, hoisted: list[Any], operands: list[Any]) -> Any:
+    """The scan of `eqn` with another body, which takes `hoisted` before all else."""
+    params: dict[str, Any] = dict(eqn.params)
+    if "num_consts" in params:
+        params |= {"jaxpr": body, "num_consts": params["num_consts"] + len(hoisted)}
+        if "linear" in params:
+            params["linear"] = (*((False,) * len(hoisted)), *params["linear"])
+        return eqn.primitive.bind(*hoisted, *operands, **params)
+    # From JAX 0.12 the parameters describe nested trees: the public scan writes them.
+    constants, carries = (len(part) for part in params["ft_in"].unpack()[:2])
+    run = jex.jaxpr_as_fun(body)
+    fixed = [*hoisted, *operands[:constants]]
+
+    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = run(*fixed, *carry, *xs)
+        return outs[:carries], outs[carries:]
+
+    rest = operands[constants:]
+    carry, ys = jax.lax.scan(
+        turn,
+        list(rest[:carries]),
+        list(rest[carries:]),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys]
 
 
 def _while(harvest: Harvest, eqn: Any, operands: list[Any], mode: Mode) -> Found:
