@@ -27,7 +27,7 @@ types: $(STAMP)
 	$(RUN) -m pyrefly check --python-interpreter-path $(RUN)
 
 doctest: $(STAMP)
-	JAX_PLATFORMS=cpu $(RUN) -m pytest --doctest-modules stabil
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n auto --doctest-modules stabil
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stabil needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": write make PYTHON=python3.11 ...")'
