@@ -157,6 +157,9 @@ class Readings:
         from `scan`, a batch axis from `vmap`). Rows are in forward order.
       names: one slash path per row, for example `block_3/mlp`; static.
       statistics: one name per column, for example `absmax`; static.
+      shards: float32 `[devices, rows, statistics]`, the same statistics of what each
+        device holds, in the order of the mesh; replicas of a tensor have a row each,
+        so that they can be compared. None unless a probe was asked for `per_device`.
 
     Examples:
       >>> r = Readings(jnp.array([[0.0, 2.5]]), ("mlp",), ("nan_count", "absmax"))
@@ -169,6 +172,7 @@ class Readings:
     values: jax.Array
     names: tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
     statistics: tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
+    shards: jax.Array | None = None
 
     def __getitem__(self, statistic: str) -> jax.Array:
         """The column of one statistic, float32 `[rows]`.
