@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,11 +47,13 @@ _BY_CAUSE = (
 )
 
 
-def advise(relapses: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """Advice fit for the causes and layers of the relapses, most specific first.
+def advise(relapses: Iterable[dict[str, Any]], group: str = "") -> tuple[str, ...]:
+    """Advice fit for the causes, layers and batches of relapses, most specific first.
 
     Args:
-      relapses: records with `causes` (names) and `first` (a signal or None).
+      relapses: records with `causes` (names), `first` (a signal or None) and, where it
+        is known, `batch`.
+      group: the part of the model that they were in, to be named.
 
     Returns:
       Sentences without a full stop; never empty.
@@ -62,8 +65,16 @@ def advise(relapses: Iterable[dict[str, Any]]) -> tuple[str, ...]:
       resume from an older step with a lower learning rate
     """
     relapses = list(relapses)
-    layers = " ".join(str(r.get("first") or "") for r in relapses).lower()
+    layers = " ".join([group, *(str(r.get("first") or "") for r in relapses)]).lower()
     causes = {c for r in relapses for c in r.get("causes", ())}
     found = [text for words, text in _BY_WORD if any(w in layers for w in words)]
     found += [text for names, text in _BY_CAUSE if causes & set(names)]
-    return (*found, "resume from an older step with a lower learning rate")
+    if group:
+        found = [f"in {group}: {text}" for text in found]
+    times = collections.Counter(str(r["batch"]) for r in relapses if r.get("batch"))
+    batches = [
+        f"leave batch {batch} out for good: it was at fault {n} times"
+        for batch, n in times.items()
+        if n > 1
+    ]
+    return (*batches, *found, "resume from an older step with a lower learning rate")

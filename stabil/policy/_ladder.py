@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stabil.policy._episode import Episode, Streaks
+from stabil.policy._choice import Choice, Price
+from stabil.policy._groups import WHOLE, Groups
+from stabil.policy._interventions import Interventions
 from stabil.policy._level import LossLevel
 from stabil.policy._rate import Rate
-from stabil.policy._recorded import recorded, where
-from stabil.policy._relapses import Relapses
-from stabil.policy._rungs import FULL, Ledger, Rung, check_rungs
-from stabil.policy._words import Action, Observation
+from stabil.policy._recorded import recorded
+from stabil.policy._rungs import FULL, Rung, check_rungs
+from stabil.policy._shadow import as_shadow, check_shadows
+from stabil.policy._track import Track
+from stabil.policy._words import OK, Action, Observation
 
 
 class Ladder:
@@ -20,9 +23,10 @@ class Ladder:
     What the device did (clip, skip, restart of moments) is reported, and every other
     verdict above OK logged. Beyond that the strongest rung that is due, has budget left
     and is not cooling down acts; a rollback without budget, or at a place that has
-    relapsed `max_relapses` times, becomes a stop with advice. Plain arithmetic on what
-    it is told, with no clock and no chance: processes that read the same observations
-    decide the same.
+    relapsed `max_relapses` times, becomes a stop with advice. Where only the loss calls
+    for a rollback, its cost is weighed against the chance that the loss comes back, see
+    `least_saving_seconds`. Plain arithmetic on what it is told, with no clock and no
+    chance: processes that read the same observations and costs decide the same.
 
     Args:
       rungs: interventions, gentle ones first.
@@ -34,6 +38,16 @@ class Ladder:
         other, and share a cause or a layer, are relapses at one place.
       max_relapses: rollbacks at one place, after which the next stops the run.
       lowest_scale: bound that repeated cuts of the learning rate do not cross.
+      least_saving_seconds: what waiting for the loss must be likely to save before it
+        is preferred to a rollback. A minute by default, so that small runs, whose
+        rollbacks are cheap, always take the sure state; `math.inf` never waits.
+      longest_wait_steps: steps of one event that may be waited in all.
+      groups: name of a part of the model to patterns for its signals, for example
+        `{"embeddings": ("*embed*", "*wte*"), "experts": "*expert*"}`. Each part has
+        events, budgets and relapses of its own, and is named in its actions and in
+        advice; `""` is the rest.
+      shadow: name to another ladder, which sees what this one sees; what it would have
+        done is written down and never done. Ladders handed over are changed for that.
 
     Attributes:
       learning_rate_scale: what the next step's update is to be multiplied by.
@@ -41,7 +55,8 @@ class Ladder:
 
     Raises:
       ValueError: a rung or number is out of range.
-      TypeError: an entry of `rungs` is no `Rung`.
+      TypeError: an entry of `rungs` is no `Rung`, one of `shadow` no `Ladder`, or
+        `groups` holds no patterns.
 
     Examples:
       >>> ladder = Ladder()
@@ -64,6 +79,10 @@ class Ladder:
         same_place_steps: int = 100,
         max_relapses: int = 3,
         lowest_scale: float = 0.1,
+        least_saving_seconds: float = 60.0,
+        longest_wait_steps: int = 400,
+        groups: Mapping[str, str | Iterable[str]] | None = None,
+        shadow: Mapping[str, Ladder] | None = None,
     ):
         rungs = tuple(rungs)
         check_rungs(rungs)
@@ -75,20 +94,30 @@ class Ladder:
         for name, value in whole.items():
             if value < 1:
                 raise ValueError(f"Ladder: needed {name} >= 1, got {value}")
-        self.rungs = tuple(r._replace(report_only=True) for r in rungs)
-        if not report_only:
-            self.rungs = rungs
-        self.report_only = report_only
         self.healthy_after_steps = healthy_after_steps
-        self._max_relapses = max_relapses
         self._level = LossLevel()
-        self._ledger = Ledger()
-        self._quiet_steps = quiet_steps
-        self._episode = Episode(quiet_steps)
-        self._streaks = Streaks(self.rungs)
+        self._groups = Groups(groups)
+        self._tracks = {
+            name: Track(name, rungs, quiet_steps, same_place_steps)
+            for name in self._groups.names
+        }
+        self._whole = self._track = self._tracks[WHOLE]
+        self._choice = Choice(least_saving_seconds, longest_wait_steps)
         self._rate = Rate(lowest_scale)
-        self._look_until = -1
-        self._relapses = Relapses(same_place_steps)
+        self._acts = Interventions(rungs, self._rate, self._choice, max_relapses)
+        if report_only:
+            self._acts.only_report()
+        self._shadow = check_shadows(shadow, Ladder)
+        for ladder in self._shadow.values():
+            ladder._acts.only_report()
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        return self._acts.rungs
+
+    @property
+    def report_only(self) -> bool:
+        return self._acts.report_only
 
     @property
     def learning_rate_scale(self) -> float:
@@ -96,37 +125,49 @@ class Ladder:
 
     @property
     def probe_level(self) -> int:
-        return int(self._ledger.seen < self._look_until)
+        return int(self._whole.ledger.seen < self._acts.look_until)
 
     @property
     def event_open(self) -> bool:
         """Whether something is wrong, or was within the last `quiet_steps` steps."""
-        return self._episode.is_open
+        return any(t.episode.is_open for t in self._tracks.values())
 
     @property
     def in_trouble(self) -> bool:
         """Whether the newest step was bad, or its loss high within an event."""
-        return not self._episode.is_quiet
+        return not all(t.episode.is_quiet for t in self._tracks.values())
 
-    def decide(self, observation: Observation) -> tuple[Action, ...]:
+    def decide(
+        self, observation: Observation, costs: Price | None = None
+    ) -> tuple[Action, ...]:
         """The actions that this step calls for, gentle ones first; often none.
 
         Settings that last are read from `learning_rate_scale` and `probe_level`. After
         carrying out a `rollback`, call `rolled_back`.
+
+        Args:
+          observation: the step.
+          costs: told what a rollback would be for (`event_step`, `before`), hands the
+            same numbers back with `load_seconds`, `redone_steps` and `step_seconds`, on
+            all processes the same. Asked only when there is a choice; None never waits.
         """
-        self._ledger.observe(observation.step)
-        height = self._level.observe(observation.loss)
-        self._episode.observe(observation, height)
-        self._streaks.observe(observation)
-        actions = recorded(observation)
-        for rung in self.rungs:
-            due = rung.kind == "look" and self._may(rung, observation)
-            if due and self._ledger.left(rung):
-                actions.append(self._act(rung, observation, "verdict"))
-        actions += self._intervene(observation)
-        if self._rate.ease(self._episode.is_quiet):
+        seen = observation
+        track = self._track = self._concerned(seen)
+        height = self._level.observe(seen.loss)
+        for each in self._tracks.values():
+            each.observe(seen, height, each is track)
+        actions = recorded(seen) + track.relapses.again(seen)
+        actions += self._learn(seen, height)
+        actions += self._acts.look(track, seen)
+        actions += self._acts.strongest(track, seen, costs)
+        for action in actions:
+            if track.group:
+                action.numbers["group"] = track.group
+        if self._rate.ease(not self.in_trouble):
             numbers = {"learning_rate_scale": 1.0}
             actions.append(Action("return", "the learning rate is back", numbers))
+        for name, ladder in self._shadow.items():
+            actions += as_shadow(name, ladder.decide(seen, costs))
         return tuple(actions)
 
     def rolled_back(
@@ -139,125 +180,67 @@ class Ladder:
           target: step that runs next.
           window: first and last position of the data that is skipped.
         """
-        seen, start = self._whole(observation), self._start(observation)
+        track = self._track
+        seen, start = track.whole(observation), track.start(observation)
         cuts = [r for r in self.rungs if r.kind == "cut" and not r.report_only]
-        if self._relapses.near(start, seen) and cuts:
+        if track.relapses.near(start, seen) and cuts:
             self._rate.cut(cuts[0].amount, cuts[0].lasting_steps)
-        self._relapses.note(start, seen, target, window)
-        self._episode.close()
-        self._streaks.restart()
+        track.relapses.note(start, seen, target, window)
+        self._choice.forget()
+        for each in self._tracks.values():
+            each.renew()
+        for ladder in self._shadow.values():
+            ladder.rolled_back(observation, target, window)
 
     def expect_change(self) -> None:
         """Announces a change of data, batch size or schedule: re-learns the level."""
         self._level.forget()
-        self._episode.close()
+        self._choice.forget()
+        for track in self._tracks.values():
+            track.episode.close()
+        for ladder in self._shadow.values():
+            ladder.expect_change()
 
     def get_state(self) -> dict[str, Any]:
         """Everything that must survive a restart, ready for JSON."""
-        return {
-            "seen": self._ledger.seen,
-            "ledger": self._ledger.get_state(),
+        return self._whole.get_state() | {
             "level": self._level.get_state(),
             "rate": self._rate.get_state(),
-            "relapses": self._relapses.rows,
+            "choice": self._choice.get_state(),
+            "groups": {n: t.get_state() for n, t in self._tracks.items() if n},
+            "shadow": {n: s.get_state() for n, s in self._shadow.items()},
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._ledger.set_state(state["ledger"])
-        self._ledger.seen = int(state["seen"])
+        """Goes on from a state; parts of it that this ladder lacks are left out."""
+        self._whole.set_state(state)
         self._level.set_state(state["level"])
         self._rate.set_state(state["rate"])
-        self._relapses.rows = list(state["relapses"])
+        if "choice" in state:
+            self._choice.set_state(state["choice"])
+        for name, saved in state.get("groups", {}).items():
+            if name in self._tracks:
+                self._tracks[name].set_state(saved)
+        for name, saved in state.get("shadow", {}).items():
+            if name in self._shadow:
+                self._shadow[name].set_state(saved)
 
-    def _may(self, rung: Rung, seen: Observation) -> bool:
-        due = self._streaks.is_due(rung, seen) or self._loss_is_due(rung)
-        return due and not self._ledger.is_cooling(rung)
+    def _concerned(self, seen: Observation) -> Track:
+        """The group that a step is about: the one at fault, or with an open event."""
+        track = self._tracks[self._groups.of(seen)]
+        if track is not self._whole or seen.severity > OK:
+            return track
+        several = (t for t in self._tracks.values() if t.episode.is_open)
+        return next(several, self._whole)
 
-    def _loss_is_due(self, rung: Rung) -> bool:
-        high, extreme = self._episode.high_steps, self._episode.extreme_steps
-        return 0 < rung.high_loss_steps <= high or (
-            0 < rung.extreme_loss_steps <= extreme
-        )
-
-    def _intervene(self, seen: Observation) -> list[Action]:
-        if seen.damaged is not None:
-            return [self._save_damaged(seen)]
-        for rung in reversed(self.rungs):
-            if rung.kind == "look" or not self._may(rung, seen):
-                continue
-            if rung.kind == "rollback":
-                if seen.can_roll_back:
-                    return [self._roll_back(rung, seen)]
-            elif self._ledger.left(rung) and not (
-                rung.kind == "cut" and self._rate.is_lowest
-            ):
-                return [self._act(rung, seen, self._why(rung))]
-        return []
-
-    def _save_damaged(self, seen: Observation) -> Action:
-        why = f"{seen.damaged} is not finite, so that skipping steps is of no use"
-        rungs = [r for r in self.rungs if r.kind == "rollback"]
-        if rungs and seen.can_roll_back:
-            return self._roll_back(rungs[0], seen, why)
-        why += "" if rungs else "; the ladder has no rollback"
-        why += "" if seen.can_roll_back else "; there is no checkpoint to go back to"
-        return self._stop(seen, why, self.report_only)
-
-    def _roll_back(self, rung: Rung, seen: Observation, why: str = "") -> Action:
-        start = self._start(seen)
-        why = why or self._why(rung)
-        near = len(self._relapses.near(start, self._whole(seen)))
-        left = self._ledger.left(rung)
-        self._ledger.use(rung)
-        if near >= self._max_relapses:
-            why = f"{near} rollbacks near step {start} did not help: {why}"
-            return self._stop(seen, why, rung.report_only)
-        if not left:
-            why = f"the budget of {rung.budget} rollbacks is spent: {why}"
-            return self._stop(seen, why, rung.report_only)
-        high = self._episode.high_steps
-        numbers = self._relapses.numbers(start, self._whole(seen), high)
-        return Action("rollback", f"{why}{where(seen)}", numbers, rung.report_only)
-
-    def _act(self, rung: Rung, seen: Observation, why: str) -> Action:
-        self._ledger.use(rung)
-        if rung.kind == "stop":
-            return self._stop(seen, why, rung.report_only)
-        numbers: dict[str, Any] = {}
-        if rung.kind == "look":
-            numbers["steps"] = rung.lasting_steps
-            if not rung.report_only:
-                self._look_until = self._ledger.seen + rung.lasting_steps
-        if rung.kind == "cut":
-            numbers["from_scale"] = self._rate.scale
-            if not rung.report_only:
-                self._rate.cut(rung.amount, rung.lasting_steps)
-            numbers["learning_rate_scale"] = self._rate.scale
-        return Action(rung.kind, f"{why}{where(seen)}", numbers, rung.report_only)
-
-    def _stop(self, seen: Observation, why: str, report_only: bool) -> Action:
-        start = self._start(seen)
-        return self._relapses.stop(start, self._whole(seen), why, report_only)
-
-    def _whole(self, seen: Observation) -> Observation:
-        """The observation with the causes and the first signal of the whole event."""
-        first = self._episode.first or seen.first
-        causes = self._episode.causes | set(seen.causes)
-        return seen._replace(first=first, causes=tuple(sorted(causes)))
-
-    def _start(self, seen: Observation) -> int:
-        """The step at which what is wrong now began."""
-        if self._streaks.blocked_since is not None and not self._episode.high_steps:
-            return self._streaks.blocked_since
-        if self._episode.step is None:
-            return seen.step
-        # On noisy data an event may have been open for long; its beginning is then not
-        # where the loss went wrong.
-        recent = seen.step - self._episode.high_steps - 2 * self._quiet_steps
-        return max(self._episode.step, recent)
-
-    def _why(self, rung: Rung) -> str:
-        if self._loss_is_due(rung):
-            return f"the loss stayed high for {self._episode.high_steps} steps"
-        steps = self._streaks.length(rung)
-        return f"{steps} blocked steps in a row" if steps > 1 else "the verdict"
+    def _learn(self, seen: Observation, height: int) -> list[Action]:
+        high = self._track.episode.high_steps
+        above = self._level.height(seen.loss)
+        steps = self._choice.observe(seen, height, above, high)
+        if not steps:
+            return []
+        recovery = self._choice.recovery
+        numbers = {"lessons": recovery.get_state()[-8:], "weights": recovery.weights}
+        return [
+            Action("recovered", f"back after more than {steps} high steps", numbers)
+        ]

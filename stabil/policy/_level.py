@@ -70,6 +70,16 @@ class LossLevel:
         self._losses.clear()
         self._refused_in_a_row = self._accepted = 0
         self._high = self._extreme = math.inf
+        self._middle, self._unit = 0.0, math.inf
+
+    def height(self, loss: float) -> float:
+        """Log of a loss over its level; 0 at the level, below it, and without one.
+
+        The loss counts by its distance from the level, so that losses around or below
+        zero have a height too.
+        """
+        rise = (loss - self._middle) / self._unit
+        return math.log1p(rise) if 0 < rise < math.inf else 0.0
 
     def _renew(self) -> None:
         if len(self._losses) < self._armed_after:
@@ -78,6 +88,7 @@ class LossLevel:
         middle = statistics.median(losses[-_RECENT:])
         steps = (abs(b - a) for a, b in itertools.pairwise(losses))
         noise = statistics.median(steps) / _DIFFERENCE
+        self._middle, self._unit = middle, max(abs(middle), 6 * noise, 1e-30)
         self._high = middle + max(6 * noise, 0.02 * abs(middle))
         self._extreme = middle + max(20 * noise, 0.25 * abs(middle))
 

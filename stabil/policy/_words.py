@@ -25,6 +25,9 @@ class Observation(NamedTuple):
       resets: leaves whose moments the guard restarted in this step.
       data_index: position of the step's batch in the data; -1 when unknown.
       batch_id: what the user calls the batch, or None.
+      micro_batch: position in the accumulation window; -1 without one.
+      sample_ids: what the user calls the samples of the batch.
+      also: further signals that were at fault, in forward order.
       damaged: name of a leaf of the state that was found non-finite, or None.
       can_roll_back: whether there are checkpoints to go back to.
     """
@@ -40,6 +43,9 @@ class Observation(NamedTuple):
     resets: int = 0
     data_index: int = -1
     batch_id: str | None = None
+    micro_batch: int = -1
+    sample_ids: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
     damaged: str | None = None
     can_roll_back: bool = True
 
@@ -68,6 +74,8 @@ KINDS = {
     "reset": "the optimizer's moments restart",
     "cut": "the learning rate is lowered",
     "return": "the learning rate is back at its schedule",
+    "wait": "the loss is likely to come back sooner than a rollback",
+    "recovered": "the loss is back by itself, which is a lesson",
     "rollback": "an older healthy state takes over and its data is skipped",
     "stop": "the run ends, with advice",
 }

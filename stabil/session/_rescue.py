@@ -10,6 +10,7 @@ from stabil.policy import Action
 from stabil.session._agree import from_first
 from stabil.session._alike import Alike
 from stabil.session._data import Data
+from stabil.session._pace import Pace
 from stabil.session._tags import HealthTags
 from stabil.telemetry import RunFolder
 
@@ -42,10 +43,12 @@ class Rescue:
       policy: the ladder, whose state is saved along.
       folder: where the skip list is noted as soon as it changes; a checkpoint older
         than a rollback does not know it.
+      pace: times the loads.
     """
 
-    def __init__(self, keeper: Any, policy: Any, folder: RunFolder):
+    def __init__(self, keeper: Any, policy: Any, folder: RunFolder, pace: Pace):
         self.keeper, self._policy, self._folder = keeper, policy, folder
+        self._pace = pace
         # None exactly when the keeper is.
         self.tags: Any = None
         if keeper is not None:
@@ -58,18 +61,15 @@ class Rescue:
         if self.keeper is None:
             return None
         self._alike = Alike(state)
+        self._pace.expect(state)
         notes = from_first(self._folder.read(_NOTES))
         newest = from_first(self._newest_healthy())
         if newest is None:
             self._save(0, state, data, force=True)
             self.keeper.mark(0, "healthy", _FIRST)
             return None
-        if max(self.keeper.steps()) > newest:
-            # What lies behind is not known to be healthy and would be in the way of
-            # the next saves.
-            found = self.keeper.rollback(self._alike.template, newest + 1, "resumed")
-        else:
-            found = self.keeper.restore(self._alike.template)
+        with self._pace.loading():
+            found = self._restore(newest)
         saved = (found.extra or {}).get("session")
         for first, last in (notes or {}).get("windows", ()):
             data.skip(first, last)
@@ -84,6 +84,13 @@ class Rescue:
         if known:
             self._policy.set_state(max(known, key=lambda p: p["seen"]))
         return Return(self._alike(found.state), found.step)
+
+    def _restore(self, newest: int) -> Any:
+        if max(self.keeper.steps()) > newest:
+            # What lies behind is not known to be healthy and would be in the way of
+            # the next saves.
+            return self.keeper.rollback(self._alike.template, newest + 1, "resumed")
+        return self.keeper.restore(self._alike.template)
 
     def _newest_healthy(self) -> int | None:
         """The newest healthy step, or None when the keeper holds no step at all."""
@@ -124,6 +131,34 @@ class Rescue:
             self.tags.saved(step)
         return taken
 
+    def price(self, question: dict[str, Any], next_step: int) -> dict[str, Any]:
+        """What a rollback would cost, the same on all processes.
+
+        Args:
+          question: `event_step` and `before` of the rollback, and what else is told.
+          next_step: step that would run next without it.
+
+        Returns:
+          The first process's question with `load_seconds`, `load_measured`,
+          `redone_steps` and `step_seconds`.
+        """
+        target = self._target(question)
+        return from_first(
+            question
+            | dict(
+                load_seconds=self._pace.load_seconds,
+                load_measured=self._pace.is_measured,
+                redone_steps=next_step - (target or 0),
+                step_seconds=self._pace.step_seconds,
+            )
+        )
+
+    def _target(self, numbers: dict[str, Any]) -> int | None:
+        target = self.keeper.newest_healthy(before=numbers["before"])
+        if target is None:  # a relapse asks for an older one than there may be
+            target = self.keeper.newest_healthy(before=numbers["event_step"] + 1)
+        return target
+
     def roll_back(self, action: Action, data: Data, newest_index: int) -> Return:
         """Restores a healthy state from before the event and leaves its data out.
 
@@ -131,17 +166,17 @@ class Rescue:
           LookupError: no checkpoint is healthy and old enough.
         """
         numbers = action.numbers
-        target = self.keeper.newest_healthy(before=numbers["before"])
-        if target is None:  # a relapse asks for an older one than there may be
-            target = self.keeper.newest_healthy(before=numbers["event_step"] + 1)
         # A tag that is still on its way to the disk may differ between processes.
-        target = from_first(target)
+        target = from_first(self._target(numbers))
         if target is None:
             raise LookupError(
                 f"no healthy checkpoint from before step {numbers['event_step']}"
             )
         self.note(data, leaving=newest_index)
-        found = self.keeper.rollback(self._alike.template, target + 1, action.reason)
+        with self._pace.loading():
+            found = self.keeper.rollback(
+                self._alike.template, target + 1, action.reason
+            )
         saved = (found.extra or {}).get("session")
         first = int(saved["data"]["position"]) if saved else newest_index
         last = newest_index + numbers["skip_more"]

@@ -182,6 +182,7 @@ class Session:
                 return older
         self._watch.save(self._step, state, is_last or self._ending.asked)
         self._reporter.heart.beat(self._step)
+        self._watch.pace.lap()
         if self._ending.asked and not is_last:
             self._watch.finish(self._step)
             raise self._ending.leave(self._step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from stabil.policy import Action, Ladder, Observation
 from stabil.session._account import Account
 from stabil.session._data import Data
 from stabil.session._flight import DamageCheck, InFlight, fetch, to_observation
+from stabil.session._pace import Pace
 from stabil.session._reporter import Reporter
 from stabil.session._rescue import Rescue, Return
 from stabil.session._stop import TrainingStopped
@@ -22,13 +24,15 @@ class Watch:
     Attributes:
       account: steps lost so far.
       rescue: checkpoints and data position.
+      pace: times of steps and loads.
     """
 
     def __init__(
         self, folder: RunFolder, keeper: Any, policy: Ladder, reporter: Reporter
     ):
         self.account = Account()
-        self.rescue = Rescue(keeper, policy, folder)
+        self.pace = Pace()
+        self.rescue = Rescue(keeper, policy, folder, self.pace)
         self._policy, self._reporter = policy, reporter
         self._damage = DamageCheck()
         self._data: Any = None  # `Data` from `begin` on
@@ -67,7 +71,8 @@ class Watch:
             damaged=None if state is None else self._damage(seen, state),
             can_roll_back=self.rescue.keeper is not None,
         )
-        actions = self._policy.decide(seen)
+        costs = functools.partial(self.rescue.price, next_step=next_step)
+        actions = self._policy.decide(seen, costs)
         self.account.observe(seen)
         if self.rescue.tags:
             trouble, cause = self._policy.in_trouble, ", ".join(seen.causes)

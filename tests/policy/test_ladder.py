@@ -204,7 +204,8 @@ def relapse(ladder, at, times):
     for n in range(times):
         ladder.decide(Observation(at - 1, loss=2.0))
         for i in range(3):
-            seen = Observation(at + i, data_index=1000 * n + i, **NAN_GRADIENT)
+            index = at + 1000 * n + i
+            seen = Observation(at + i, data_index=index, **NAN_GRADIENT)
             action = ladder.decide(seen)[-1]
         found.append(action)
         if action.kind != "rollback":
