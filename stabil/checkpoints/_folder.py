@@ -87,7 +87,7 @@ class Folder:
     def _numbered(self) -> list[int]:
         try:
             names = [entry.name for entry in os.scandir(self.root)]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the disk may be away
             return []
         return sorted(int(n) for n in names if _STEP.fullmatch(n))
 
