@@ -11,12 +11,15 @@ import jax
 
 from stabil._tree import path_name
 from stabil.testing.inject._corrupt import takes
-from stabil.testing.inject._fault import Fault, candidates
+from stabil.testing.inject._dial import Dial
+from stabil.testing.inject._fault import Fault, candidates, ends_path
 from stabil.testing.inject._places import listed, struck_leaf
 
 
 @contextlib.contextmanager
-def activations(schedule: Sequence[Fault], step: Any) -> Generator[None, None, None]:
+def activations(
+    schedule: Sequence[Fault] | Dial, step: Any
+) -> Generator[None, None, None]:
     """A context in which Linen modules put out what the faults of `step` leave.
 
     Put the model's `apply` in it, inside the loss function. The model needs no
@@ -24,8 +27,9 @@ def activations(schedule: Sequence[Fault], step: Any) -> Generator[None, None, N
     else sees it: a probe, wherever it sits, reads the struck value.
 
     Args:
-      schedule: the planted faults; those of places other than `activations` are
-        ignored. `where` is the end of a module's path, for example `block_2/mlp`.
+      schedule: the planted faults, or a `Dial`; those of places other than
+        `activations` are ignored. `where` is the end of a module's path, for example
+        `block_2/mlp`.
       step: a Python integer, or an int scalar inside a compiled step.
 
     Yields:
@@ -45,6 +49,14 @@ def activations(schedule: Sequence[Fault], step: Any) -> Generator[None, None, N
       ...     print(model.apply(params, x))
       [[nan nan]]
     """
+    if isinstance(schedule, Dial):
+
+        def strike_dialled(module: nn.Module, out: Any) -> Any:
+            return schedule.plant_output("/".join(module.path), step, out)
+
+        with nn.intercept_methods(_interceptor(strike_dialled)):
+            yield
+        return
     faults = candidates(schedule, step, "activations")
     if not faults:
         yield
@@ -56,7 +68,7 @@ def activations(schedule: Sequence[Fault], step: Any) -> Generator[None, None, N
         path = "/".join(module.path)
         seen[path] = None
         for fault in faults:
-            if _ends(path, fault.where):
+            if ends_path(fault.where, path):
                 out, hit = _struck_output(fault, step, path, out)
                 struck.update({fault} if hit else ())
         return out
@@ -97,10 +109,6 @@ def _is_call(context: Any) -> bool:
     return context.method_name == "__call__"
 
 
-def _ends(path: str, where: str) -> bool:
-    return path == where or bool(where) and f"/{path}".endswith(f"/{where}")
-
-
 def _struck_output(fault: Fault, step: Any, path: str, out: Any) -> tuple[Any, bool]:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(out)
     names = [f"{path}/{path_name(p)}" for p, _ in leaves]
@@ -113,7 +121,7 @@ def _struck_output(fault: Fault, step: Any, path: str, out: Any) -> tuple[Any, b
 
 
 def _never(fault: Fault, paths: list[str]) -> str:
-    if any(_ends(path, fault.where) for path in paths):
+    if any(ends_path(fault.where, path) for path in paths):
         return (
             f"needed an output that {fault.kind} can strike, got none from the module "
             f"{fault.where!r}; integers take bit_flip and garbage, complex numbers all "

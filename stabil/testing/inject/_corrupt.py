@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from stabil.testing.inject._fault import Fault
 
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def takes(fault: Fault, leaf: Any) -> bool:
@@ -79,6 +79,6 @@ def _flip(fault: Fault, x: jax.Array) -> jax.Array:
             f"needed size= below {bits}, a bit of {x.dtype}, got {bit}; the lowest "
             "bit is 0"
         )
-    unsigned = _UNSIGNED[x.dtype.itemsize]
+    unsigned = UNSIGNED[x.dtype.itemsize]
     flipped = jax.lax.bitcast_convert_type(x, unsigned) ^ unsigned(1 << bit)
     return jax.lax.bitcast_convert_type(flipped, x.dtype)

@@ -10,7 +10,22 @@ from typing import Any
 import jax
 
 KINDS = ("nan", "inf", "bit_flip", "scale", "garbage")
-PLACES = ("batch", "activations", "loss", "gradients", "parameters", "moments")
+# Places outside the arrays of a step, each with the kinds that it takes.
+HOST_KINDS = {
+    "checkpoint": ("bit_flip", "truncate", "remove"),
+    "process": ("die", "hang"),
+    "disk": ("full", "gone"),
+    "alerts": ("fail", "hang"),
+}
+PLACES = (
+    "batch",
+    "activations",
+    "loss",
+    "gradients",
+    "parameters",
+    "moments",
+    *HOST_KINDS,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,20 +33,26 @@ class Fault:
     """One planted fault.
 
     Attributes:
-      kind: one of `KINDS`: `nan` and `inf` overwrite, `bit_flip` flips one bit of an
-        entry, `scale` multiplies, `garbage` overwrites with random numbers.
+      kind: for places that hold arrays one of `KINDS`: `nan` and `inf` overwrite,
+        `bit_flip` flips one bit of an entry, `scale` multiplies, `garbage` overwrites
+        with random numbers. For the others one of `HOST_KINDS[place]`, see the
+        function of the place's name.
       place: one of `PLACES`: the part of the run that it strikes.
       step: the first step that it strikes; steps, >= 0.
       duration: how many steps it strikes in a row; steps, >= 1.
       where: which leaves, by whole components of their slash paths: `mlp/kernel`
         strikes `block_1/mlp/kernel` and `mu/mlp/kernel` but not `fast_mlp/kernel`. For
         activations, the end of a module's path. Empty: every leaf that has the kind,
-        or the output of the whole model.
+        or the output of the whole model. For a checkpoint, which of its files.
       entries: how many entries of each leaf, drawn anew each step; 0 strikes all.
       size: the factor of `scale` (1000 if None); the standard deviation of `garbage`
         (1 if None), for integers its exclusive upper bound (needed); the bit that
         `bit_flip` flips, counted from the lowest (the highest exponent bit if None).
+        For other places, see their functions.
       seed: what the draws depend on, besides the step and the leaf's name.
+      device: id of the device whose shard of each leaf is struck, between steps;
+        None strikes the whole array. Of a replicated array one copy is struck, so
+        that the replicas no longer agree.
 
     Raises:
       ValueError: a field is out of range.
@@ -49,15 +70,26 @@ class Fault:
     entries: int = 0
     size: float | None = None
     seed: int = 0
+    device: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("kind", self.kind, KINDS)
         _one_of("place", self.place, PLACES)
+        kinds = HOST_KINDS.get(self.place, KINDS)
+        note = f" of {self.place}" if self.place in HOST_KINDS else ""
+        _one_of(f"kind{note}", self.kind, kinds)
         _at_least("step", self.step, 0)
         _at_least("duration", self.duration, 1)
         _at_least("entries", self.entries, 0)
         if self.kind == "bit_flip" and self.size is not None:
             _at_least("size", self.size, 0, note=" for a bit_flip, the bit's position")
+        if self.device is not None:
+            _at_least("device", self.device, 0)
+            if self.place not in ("gradients", "parameters", "moments"):
+                raise ValueError(
+                    "needed device=None, since only gradients, parameters and moments "
+                    f"are struck on one device, got device={self.device} for "
+                    f"{self.place}"
+                )
         if self.place == "moments" and not self.where:
             raise ValueError(
                 "needed where=, the moment to strike, got ''; write the end of its "
@@ -73,6 +105,7 @@ class Fault:
         when = f"step {self.step}" if self.duration == 1 else ""
         when = when or f"steps {self.step} to {last}"
         where = f" {self.where}" if self.where else ""
+        where += "" if self.device is None else f" on device {self.device}"
         return f"{self.kind} in {self.place}{where} at {when}"
 
 
@@ -117,6 +150,16 @@ def runs_through(where: str, path: str) -> bool:
       (True, False)
     """
     return f"/{where}/" in f"/{path}/" or not where
+
+
+def ends_path(where: str, path: str) -> bool:
+    """Whether a module's path ends with `where`; only the whole model with ''.
+
+    Examples:
+      >>> ends_path("mlp", "block_1/mlp"), ends_path("", "block_1")
+      (True, False)
+    """
+    return path == where or bool(where) and f"/{path}".endswith(f"/{where}")
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

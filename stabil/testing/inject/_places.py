@@ -11,14 +11,16 @@ import numpy as np
 
 from stabil._tree import path_name
 from stabil.testing.inject._corrupt import corrupt, takes
+from stabil.testing.inject._dial import Dial
 from stabil.testing.inject._fault import Fault, candidates, runs_through
+from stabil.testing.inject._shards import struck_shard
 
 
-def batch(schedule: Sequence[Fault], step: Any, arrays: Any) -> Any:
+def batch(schedule: Sequence[Fault] | Dial, step: Any, arrays: Any) -> Any:
     """The batch with the faults that strike `batch` at `step`.
 
     Args:
-      schedule: the planted faults; those of other places are ignored.
+      schedule: the planted faults, or a `Dial`; those of other places are ignored.
       step: a Python integer, or an int scalar inside a compiled step. A run that
         skips data after a rollback hands in the position of the batch instead.
       arrays: the batch, any tree of arrays; NumPy arrays stay NumPy arrays.
@@ -38,11 +40,11 @@ def batch(schedule: Sequence[Fault], step: Any, arrays: Any) -> Any:
     return _plant("batch", schedule, step, arrays)
 
 
-def loss(schedule: Sequence[Fault], step: Any, value: Any) -> Any:
+def loss(schedule: Sequence[Fault] | Dial, step: Any, value: Any) -> Any:
     """The loss with the faults that strike `loss` at `step`.
 
     Args:
-      schedule: the planted faults; those of other places are ignored.
+      schedule: the planted faults, or a `Dial`; those of other places are ignored.
       step: a Python integer, or an int scalar inside a compiled step.
       value: the loss, a floating array or any tree of them.
 
@@ -59,11 +61,11 @@ def loss(schedule: Sequence[Fault], step: Any, value: Any) -> Any:
     return _plant("loss", schedule, step, value)
 
 
-def gradients(schedule: Sequence[Fault], step: Any, grads: Any) -> Any:
+def gradients(schedule: Sequence[Fault] | Dial, step: Any, grads: Any) -> Any:
     """The gradients with the faults that strike `gradients` at `step`.
 
     Args:
-      schedule: the planted faults; those of other places are ignored.
+      schedule: the planted faults, or a `Dial`; those of other places are ignored.
       step: a Python integer, or an int scalar inside a compiled step.
       grads: any tree of arrays.
 
@@ -76,11 +78,11 @@ def gradients(schedule: Sequence[Fault], step: Any, grads: Any) -> Any:
     return _plant("gradients", schedule, step, grads)
 
 
-def parameters(schedule: Sequence[Fault], step: Any, params: Any) -> Any:
+def parameters(schedule: Sequence[Fault] | Dial, step: Any, params: Any) -> Any:
     """The parameters with the faults that strike `parameters` at `step`.
 
     Args:
-      schedule: the planted faults; those of other places are ignored.
+      schedule: the planted faults, or a `Dial`; those of other places are ignored.
       step: a Python integer, before that step runs, or an int scalar inside it.
       params: any tree of arrays.
 
@@ -93,11 +95,11 @@ def parameters(schedule: Sequence[Fault], step: Any, params: Any) -> Any:
     return _plant("parameters", schedule, step, params)
 
 
-def moments(schedule: Sequence[Fault], step: Any, opt_state: Any) -> Any:
+def moments(schedule: Sequence[Fault] | Dial, step: Any, opt_state: Any) -> Any:
     """The optimizer's state with the faults that strike `moments` at `step`.
 
     Args:
-      schedule: the planted faults; those of other places are ignored.
+      schedule: the planted faults, or a `Dial`; those of other places are ignored.
       step: a Python integer, before that step runs, or an int scalar inside it.
       opt_state: the state of any optax transformation. Optax's Adam calls its first
         moment `mu` and its second `nu`, so `where='mu/mlp/kernel'` is the first
@@ -112,7 +114,9 @@ def moments(schedule: Sequence[Fault], step: Any, opt_state: Any) -> Any:
     return _plant("moments", schedule, step, opt_state)
 
 
-def _plant(place: str, schedule: Sequence[Fault], step: Any, tree: Any) -> Any:
+def _plant(place: str, schedule: Sequence[Fault] | Dial, step: Any, tree: Any) -> Any:
+    if isinstance(schedule, Dial):
+        return schedule.plant(place, step, tree)
     faults = candidates(schedule, step, place)
     if not faults:
         return tree
@@ -147,6 +151,8 @@ def _struck(fault: Fault, names: list[str], leaves: list[Any]) -> list[int]:
 
 
 def struck_leaf(fault: Fault, step: Any, name: str, leaf: Any) -> Any:
+    if fault.device is not None:
+        return struck_shard(fault, step, name, leaf)
     if not isinstance(step, jax.core.Tracer):
         struck = corrupt(fault, step, name, leaf)
         return np.asarray(struck) if isinstance(leaf, np.ndarray) else struck
