@@ -56,8 +56,15 @@ def probe(
         posinf_count, neginf_count, l1, l2, least (the smallest magnitude but zero),
         dynamic_range (octaves from there to absmax), `float16_overflow`,
         `float16_underflow` and the same for bfloat16, float8_e4m3 and float8_e5m2
-        (share of the finite entries that a cast would lose), and what
-        `stabil.probes.register` has added.
+        (share of the finite entries that a cast would lose), kurtosis (excess; NaN
+        where the spread is below 2**-20 of the mean), first_bad_index and absmax_index
+        (flat index of the first entry that is not finite, and of the first whose
+        magnitude is within 1/128 of the largest; exact to 2**24, then rounded),
+        `above_6_share` and `above_6_count` (finite entries of a magnitude above 6, or
+        any other number), `q99` or `q999` (the quantile 0.99 or 0.999 of the
+        magnitudes, or any other: from a histogram, right to 3.2 %, of some 16,384
+        entries, which adds about 1 % and 2 % for normal entries; 0 below 2**-20 of
+        the sample's largest), and what `stabil.probes.register` has added.
       every: steps from one reading to the next. Above 1 the probe must know the step:
         `probed.at(step, session.controls)` in place of `probed`. The readings of a
         step that is not due are NaN.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stabil.probes import _quantiles
 from stabil.probes._statistics import STATISTICS
 from stabil.probes._sums import LARGEST_PILOT, SUMS, Elements, Quantities, Row, Term
 
@@ -61,7 +62,7 @@ def accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
 
     Returns:
       float32 `[2 + terms, rows]`: finite entries, pilot, then the accumulators of the
-      terms of `groups`.
+      terms of `groups`, then lines of a sample where a group needs one.
     """
     x = lax.stop_gradient(x)
     axes = _explicit_axes(x)
@@ -98,7 +99,19 @@ def _local_sums(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     pieces = [_row_sums(rows, groups) for rows in _as_rows(x) if rows.size]
     if not pieces:
         return _nothing(groups)
-    return jnp.concatenate(pieces, axis=1)
+    sums = pieces[0]
+    if len(pieces) > 1:
+        # Rows in the order of their entries: the pieces of one line together.
+        terms, lines = pieces[-1].shape
+        together = [p.reshape(terms, lines, -1) for p in pieces]
+        sums = jnp.concatenate(together, axis=2).reshape(terms, -1)
+    if not _sampled(groups):
+        return sums
+    return jnp.concatenate([sums, _quantiles.sample(x, sums.shape[1])])
+
+
+def _sampled(groups: tuple[str, ...]) -> bool:
+    return any(SUMS[g].sampled for g in groups)
 
 
 def accumulate_if(
@@ -126,25 +139,34 @@ def conclude(sums: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     n, pilot, *terms = jnp.moveaxis(sums, (1, 2), (0, 1))
     parts, at = {}, 0
     for g in groups:
-        after = at + len(SUMS[g].terms)
-        parts[g] = SUMS[g].settle(Row(n, pilot), tuple(terms[at:after]))
-        at = after
-    return pack(*merge(n, parts))
+        if not SUMS[g].sampled:
+            after = at + len(SUMS[g].terms)
+            parts[g] = SUMS[g].settle(Row(n, pilot), tuple(terms[at:after]))
+            at = after
+    total, whole = merge(n, parts)
+    for g in groups:
+        if SUMS[g].sampled:
+            whole |= {g: SUMS[g].settle(Row(n, pilot), tuple(terms[at:]))}
+    return pack(total, whole)
 
 
 def pack(n: jax.Array, parts: Parts) -> jax.Array:
     """Count and quantities stacked along a new last axis, groups in `SUMS` order."""
-    flat = [q for name in SUMS if name in parts for q in parts[name]]
-    return jnp.stack([n, *flat], axis=-1)
+    flat = [n, *(q for name in SUMS if name in parts for q in parts[name])]
+    columns = [q if q.ndim > n.ndim else q[..., None] for q in flat]
+    return jnp.concatenate(columns, axis=-1)
 
 
 def unpack(packed: jax.Array, groups: tuple[str, ...]) -> tuple[jax.Array, Parts]:
     """The inverse of `pack`."""
     parts, at = {}, 1
     for g in groups:
-        width = SUMS[g].width
-        parts[g] = tuple(packed[..., at + i] for i in range(width))
-        at += width
+        end = at + SUMS[g].width
+        single = end - SUMS[g].wide
+        parts[g] = tuple(packed[..., i] for i in range(at, single))
+        if SUMS[g].wide:
+            parts[g] += (packed[..., single:end],)
+        at = end
     return packed[..., 0], parts
 
 
@@ -155,6 +177,7 @@ def nothing(groups: tuple[str, ...]) -> jax.Array:
 
 def _nothing(groups: tuple[str, ...]) -> jax.Array:
     start = [_START[t.combine] for g in groups for t in SUMS[g].terms]
+    start += [math.nan] * _sampled(groups)
     return jnp.array([0.0, 0.0, *start], jnp.float32)[:, None]
 
 
@@ -165,7 +188,7 @@ def merge_packed(packed: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     return jnp.where(jnp.any(ran, axis=0), pack(*merge(n, parts)), jnp.nan)
 
 
-def merge(n: jax.Array, parts: Parts) -> tuple[jax.Array, Parts]:
+def merge(n: jax.Array, parts: Parts) -> tuple[jax.Array, dict[str, Quantities]]:
     """Combines quantities over their first axis: rows, micro-batches or devices.
 
     Args:

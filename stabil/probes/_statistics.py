@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
-from stabil.probes import _sums
+from stabil.probes import _kurtosis, _places, _quantiles, _sums
+from stabil.probes._formats import FORMATS
 from stabil.probes._sums import LARGEST, SUMS, Elements, Quantities
 
 
@@ -78,40 +80,62 @@ STATISTICS |= {
     "dynamic_range": Statistic(("absmax", "least"), _dynamic_range),
 }
 
-# From where on a magnitude rounds to something that is not finite, and whether that
-# bound itself does; up to where it rounds to zero (ties go to the even zero).
-_FORMATS = {
-    "float16": (65520.0, True, 2.0**-25),
-    "bfloat16": ((2 - 2**-8) * 2.0**127, True, 2.0**-134),
-    "float8_e4m3": (464.0, False, 2.0**-10),
-    "float8_e5m2": (61440.0, True, 2.0**-17),
+SUMS |= {
+    "fourth": _kurtosis.FOURTH_MOMENT,
+    "first_bad": _places.FIRST_BAD,
+    "largest_at": _places.LARGEST_AT,
+    "magnitudes": _quantiles.MAGNITUDES,
+}
+STATISTICS |= {
+    "kurtosis": Statistic(
+        ("fourth",), lambda n, q: _measured(n, _kurtosis.excess_kurtosis(q["fourth"]))
+    ),
+    "absmax_index": Statistic(
+        ("largest_at",), lambda n, q: _places.as_index(*q["largest_at"][1:3])
+    ),
+    "first_bad_index": Statistic(
+        ("first_bad",), lambda n, q: _places.as_index(*q["first_bad"][:2])
+    ),
 }
 
-
-def _overflows(bound: float, itself: bool) -> Callable[[Elements], jax.Array]:
-    if itself:
-        return lambda e: jnp.abs(e.value) >= bound
-    return lambda e: jnp.abs(e.value) > bound
-
-
-def _underflows(bound: float) -> Callable[[Elements], jax.Array]:
-    return lambda e: (e.value != 0) & (jnp.abs(e.value) <= bound)
-
-
-for _format, (_top, _itself, _bottom) in _FORMATS.items():
-    for _name, _of in (
-        (f"{_format}_overflow", _overflows(_top, _itself)),
-        (f"{_format}_underflow", _underflows(_bottom)),
-    ):
-        SUMS[_name] = _sums.share(_of)
-        STATISTICS[_name] = _value(_name)
+for _name, _sum in FORMATS.items():
+    SUMS[_name] = _sum
+    STATISTICS[_name] = _value(_name)
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "finite": ("nan_count", "inf_count"),
     "all": STANDARD,
     "norms": ("l1", "l2"),
-    "formats": tuple(n for n in STATISTICS if n.endswith("flow")),
+    "formats": tuple(FORMATS),
 }
+
+
+_ABOVE = re.compile(r"above_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)_(count|share)")
+_QUANTILE = re.compile(r"q(\d+)")
+
+
+def _is_known(name: str) -> bool:
+    """Whether a statistic has this name; one whose name holds a number is made."""
+    if name in STATISTICS:
+        return True
+    if found := _ABOVE.fullmatch(name):
+        bound, kind = float(found[1]), found[2]
+        own = f"above:{bound}"
+        SUMS.setdefault(own, _sums.plain(lambda e: jnp.abs(e.value) > bound, "add"))
+        STATISTICS[name] = _count(own)
+        if kind == "share":
+            STATISTICS[name] = Statistic(
+                (own,), lambda n, q: _measured(n, q[own][0] / jnp.maximum(n, 1))
+            )
+    elif found := _QUANTILE.fullmatch(name):
+        level = float(f"0.{found[1]}")
+        STATISTICS[name] = Statistic(
+            ("absmax", "magnitudes"),
+            lambda n, q: _measured(
+                n, _quantiles.quantile(level, q["absmax"][0], q["magnitudes"])
+            ),
+        )
+    return name in STATISTICS
 
 
 def register(
@@ -137,25 +161,25 @@ def register(
     Examples:
       >>> import jax.numpy as jnp
       >>> from stabil import probes
-      >>> probes.register("above_6", lambda e: e.value > 6)
-      >>> x = jnp.array([7.0, 8.0, 1.0, jnp.nan])
-      >>> print(probes.tree_statistics({"x": x}, stats="above_6")["above_6"])
+      >>> probes.register("negatives", lambda e: e.value < 0)
+      >>> x = jnp.array([-7.0, -8.0, 1.0, jnp.nan])
+      >>> print(probes.tree_statistics({"x": x}, stats="negatives")["negatives"])
       [2.]
     """
-    if not isinstance(name, str) or name in STATISTICS or name in GROUPS:
+    if not isinstance(name, str) or name in GROUPS or _is_known(name):
         raise ValueError(
             f"needed a name that is not in use for a statistic, got {name!r}; write "
-            "for example stabil.probes.register('above_6', lambda e: e.value > 6)"
+            "for example stabil.probes.register('negatives', lambda e: e.value < 0)"
         )
     if not callable(of) or not (finish is None or callable(finish)):
         raise TypeError(
             f"needed functions for `of` and `finish`, got {of!r} and {finish!r}; write "
-            "for example stabil.probes.register('above_6', lambda e: e.value > 6)"
+            "for example stabil.probes.register('negatives', lambda e: e.value < 0)"
         )
     if combine not in ("add", "min", "max"):
         raise ValueError(
             f"needed `combine` as 'add', 'min' or 'max', got {combine!r}; write for "
-            "example stabil.probes.register('above_6', lambda e: e.value > 6)"
+            "example stabil.probes.register('negatives', lambda e: e.value < 0)"
         )
     own = f"user:{name}"
     SUMS[own] = _sums.plain(of, combine)
@@ -190,12 +214,13 @@ def columns(stats: str | tuple[str, ...]) -> tuple[str, ...]:
     for name in asked:
         if name in GROUPS:
             wanted.update(GROUPS[name])
-        elif name in STATISTICS:
+        elif _is_known(name):
             wanted.add(name)
         else:
             raise ValueError(
                 f"needed the name of a statistic in `stats`, got {name!r}; there are "
-                f"{', '.join(STATISTICS)}, and the groups {', '.join(GROUPS)}: "
+                f"{', '.join(STATISTICS)}, with numbers of your own above_6_share, "
+                f"above_6_count and q99, and the groups {', '.join(GROUPS)}: "
                 "write for example stats=('finite', 'absmax', 'rms')"
             )
     if not wanted:

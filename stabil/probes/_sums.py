@@ -81,6 +81,9 @@ class Sums:
         quantities of the whole `[...]`.
       width: number of quantities.
       shifted: whether a term reads `Elements.shifted`.
+      wide: how many of `width` are one vector, the last quantity `[..., wide]`.
+      sampled: whether `settle` is told lines of a sample `[rows]` in place of terms,
+        and makes of them the quantities of the whole tensor.
     """
 
     terms: tuple[Term, ...]
@@ -88,6 +91,8 @@ class Sums:
     merge: Callable[[jax.Array, Quantities], Quantities]
     width: int = 1
     shifted: bool = False
+    wide: int = 0
+    sampled: bool = False
 
 
 def _keep(row: Row, sums: Quantities) -> Quantities:

@@ -194,7 +194,8 @@ def test_works_under_vmap_and_has_no_gradient():
             ValueError,
             "needed the name of a statistic in `stats`, got 'l7'; there are "
             + ", ".join(STATISTICS)
-            + ", and the groups finite, all, norms, formats: write for example "
+            + ", with numbers of your own above_6_share, above_6_count and q99, and "
+            "the groups finite, all, norms, formats: write for example "
             "stats=('finite', 'absmax', 'rms')",
         ),
         (
@@ -279,21 +280,21 @@ def test_a_registered_statistic_is_one_more_column(rng):
             {},
             ValueError,
             "needed a name that is not in use for a statistic, got 'absmax'; write for "
-            "example stabil.probes.register('above_6', lambda e: e.value > 6)",
+            "example stabil.probes.register('negatives', lambda e: e.value < 0)",
         ),
         (
             ("mine", 3),
             {},
             TypeError,
             "needed functions for `of` and `finish`, got 3 and None; write for example "
-            "stabil.probes.register('above_6', lambda e: e.value > 6)",
+            "stabil.probes.register('negatives', lambda e: e.value < 0)",
         ),
         (
             ("mine", abs),
             {"combine": "mean"},
             ValueError,
             "needed `combine` as 'add', 'min' or 'max', got 'mean'; write for example "
-            "stabil.probes.register('above_6', lambda e: e.value > 6)",
+            "stabil.probes.register('negatives', lambda e: e.value < 0)",
         ),
     ],
 )
