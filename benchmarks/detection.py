@@ -55,7 +55,18 @@ def ours(curve: Curve, **settings: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def guard(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """What `stabil.guard` says in the compiled step, one row as one step."""
+    """What `stabil.guard` says in the compiled step, with a loss at logged steps only.
+
+    As in a run that hands the loss over every so many steps; the steps between, of
+    which the log says nothing, are not played.
+    """
+    import detection_guard
+
+    return detection_guard.play(curve.losses, curve.norms, curve.steps)
+
+
+def guard_by_rows(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """What `stabil.guard` says if each row is taken for the next step."""
     import detection_guard
 
     return detection_guard.play(curve.losses, curve.norms)
@@ -169,6 +180,7 @@ def main() -> int:
     detectors: dict[str, Detector] = {OURS: ours}
     if not args.no_guard:
         detectors["stabil.guard (in the step)"] = guard
+        detectors["stabil.guard (a row as a step)"] = guard_by_rows
     detectors |= others()
     report, missing, per_curve = {}, [], {}
     for name, detect in detectors.items():

@@ -15,9 +15,12 @@ _ROWS = 4096  # curves are padded to a multiple, so that few lengths are compile
 
 
 @jax.jit
-def _play(losses: jax.Array, norms: jax.Array) -> tuple[jax.Array, jax.Array]:
-    def step(state: JudgeState, row: tuple[jax.Array, jax.Array]):
-        loss, norm = row
+def _play(
+    losses: jax.Array, norms: jax.Array, waited: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    def step(state: JudgeState, row: tuple[jax.Array, ...]):
+        loss, norm, waited = row
+        state = state._replace(loss=state.loss._replace(waited=waited))
         evidence = Evidence(
             loss=loss,
             loss_given=jnp.asarray(True),
@@ -37,19 +40,31 @@ def _play(losses: jax.Array, norms: jax.Array) -> tuple[jax.Array, jax.Array]:
         )
         return found.state, (found.verdict.severity, found.verdict.flags)
 
-    return jax.lax.scan(step, JudgeState.empty(1, 0), (losses, norms))[1]
+    return jax.lax.scan(step, JudgeState.empty(1, 0), (losses, norms, waited))[1]
 
 
 def play(
-    losses: Sequence[float], norms: Sequence[float | None]
+    losses: Sequence[float],
+    norms: Sequence[float | None],
+    steps: Sequence[float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Severity of every row, and where the gradient norm alone spoke.
 
-    A gradient norm that the log does not have is 1 throughout.
+    A gradient norm that the log does not have is 0 throughout, which says nothing.
+
+    Args:
+      losses: one a row.
+      norms: one a row, or None.
+      steps: training step of each row, for a judge that is told how many steps passed
+        without a loss; None for one that takes each row for the next step.
     """
     rows = len(losses)
     pad = (0, -rows % _ROWS)
-    given = [1.0 if n is None else n for n in norms]
+    given = [0.0 if n is None else n for n in norms]
     arrays = [np.pad(np.array(v, np.float32), pad, "edge") for v in (losses, given)]
+    waited = np.zeros(rows, np.int32)
+    if steps is not None:
+        waited[1:] = np.clip(np.diff(steps) - 1, 0, 2**20)
+    arrays.append(np.pad(waited, pad))
     severity, flags = (np.asarray(v)[:rows] for v in _play(*arrays))
     return severity, (severity == 1) & ((flags & int(Cause.GRADIENT_SPIKE)) != 0)

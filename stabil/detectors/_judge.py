@@ -136,10 +136,12 @@ def judge(
         state.loss,
         jnp.where(e.loss_given, e.loss, jnp.nan),
         d.score[0],
+        steps=state.loss.waited + 1,
+        norm_given=d.usable[0],
         threshold=threshold,
         warmup_steps=warmup_steps,
-        longest_steps=max_consecutive_steps,
     )
+    waited = jnp.where(e.loss_given, 0, jnp.minimum(state.loss.waited, 1 << 20) + 1)
 
     known = state.rows == rows_fingerprint
     rows = _where(known, state.activations, BaselineState.empty(e.magnitudes.shape[0]))
@@ -175,7 +177,7 @@ def judge(
     # A step with a non-finite value says nothing of what is normal.
     new = _where(found.nonfinite, base, new)
     new_rows = _where(found.nonfinite, rows, new_rows)
-    loss = _where(found.nonfinite, state.loss, loss)
+    loss = _where(found.nonfinite, state.loss, loss)._replace(waited=waited)
     return Judgement(
         verdict,
         JudgeState(loss, new, new_rows, rows_fingerprint),

@@ -25,6 +25,11 @@ _FLOOR = 0.005
 _LARGEST = 2.0**60  # losses beyond count as this, so that no sum overflows
 _DRIFT = 2.0
 _EVIDENCE = 9.0
+_SPARSE_STEPS = 3
+_EVIDENCE_SPARSE = 7.0
+_ALONE = 16.0
+_SUPPORT = 4.0
+_JOINT_NORM = 6.0
 _LEAST_RISE = math.log(1.05)
 _LARGE_JUMP = math.log(1.5)
 _HUGE_JUMP = math.log(2.5)
@@ -46,6 +51,7 @@ class LossState(NamedTuple):
       highest: float32 scalar, largest value of the warm-up but for blow-ups.
       lowest: float32 scalar, smallest value of the warm-up.
       distinct: int32 scalar, values of the warm-up that differ from the one before.
+      waited: int32 scalar, steps since a loss was given.
     """
 
     level: LevelState
@@ -57,6 +63,7 @@ class LossState(NamedTuple):
     highest: jax.Array
     lowest: jax.Array
     distinct: jax.Array
+    waited: jax.Array
 
     @classmethod
     def empty(cls) -> LossState:
@@ -71,6 +78,7 @@ class LossState(NamedTuple):
             highest=jnp.full([], -jnp.inf, jnp.float32),
             lowest=jnp.full([], jnp.inf, jnp.float32),
             distinct=jnp.zeros([], jnp.int32),
+            waited=jnp.zeros([], jnp.int32),
         )
 
 
@@ -95,6 +103,8 @@ def judge_loss(
     loss: jax.Array,
     norm_score: jax.Array,
     *,
+    steps: jax.Array | int = 1,
+    norm_given: jax.Array | bool = True,
     threshold: float = 6.0,
     warmup_steps: int = 20,
     longest_steps: int = 200,
@@ -107,6 +117,8 @@ def judge_loss(
       state: what was normal so far.
       loss: float32 scalar.
       norm_score: float32 scalar, robust deviations of the gradient norm.
+      steps: int32 scalar, steps since the loss before; 3 or more is sparse.
+      norm_given: bool scalar, whether there is a gradient norm at all.
       threshold: deviations beyond which the loss is out of line.
       warmup_steps: losses to see before more than a blow-up is judged.
       longest_steps: steps after which a high loss is taken as normal.
@@ -127,7 +139,10 @@ def judge_loss(
         warmup_steps=warmup_steps,
         longest_steps=longest_steps,
     )
-    new, warn = _weigh(state, loss, height, level, unit, norm_score, threshold)
+    sparse = (jnp.asarray(steps) >= _SPARSE_STEPS) & (state.level.observed > 0)
+    new, warn = _weigh(
+        state, loss, height, level, unit, norm_score, norm_given, sparse, threshold
+    )
     early, warmed = _warm(state, x, unit)
     new = jax.tree.map(lambda a, b: jnp.where(height.armed, a, b), new, warmed)
     new = new._replace(level=level, loss=loss)
@@ -152,25 +167,30 @@ def _weigh(
     height: Height,
     level: LevelState,
     unit: jax.Array,
-    norm_score: jax.Array,
+    norm: jax.Array,
+    norm_given: jax.Array | bool,
+    sparse: jax.Array,
     threshold: float,
 ) -> tuple[LossState, jax.Array]:
     """Adds up what speaks for a rise; the state and whether it is a WARN."""
     score, jump = height.score, height.jump / unit
     gain = jnp.minimum(score, threshold) - _DRIFT
-    most = _EVIDENCE + threshold - _DRIFT
-    evidence = jnp.clip(state.evidence + gain, 0.0, most)
+    limit = jnp.where(sparse, _EVIDENCE_SPARSE, _EVIDENCE)
+    evidence = jnp.clip(state.evidence + gain, 0.0, limit + threshold - _DRIFT)
     evidence = jnp.where(score < 0, 0.0, evidence)
     # A value that repeats exactly is held over, and no new evidence.
     evidence = jnp.where(loss == state.loss, state.evidence, evidence)
 
-    out = score > threshold
+    out, high = score > threshold, score > _RETURN
     least = jnp.minimum(jnp.min(state.rises), jump)
-    lasting = (score > _RETURN) & (evidence >= _EVIDENCE) & (least >= _LEAST_RISE)
+    lasting = high & (evidence >= limit) & (sparse | (least >= _LEAST_RISE))
+    again = (state.level.excursion > 0) | sparse
     warn = (out & state.rising) | lasting
-    second = state.level.excursion > 0
-    warn |= second & out & (jump > _LARGE_JUMP) & (norm_score > threshold)
-    warn |= second & (score > _HUGE_SCORE) & (jump > _HUGE_JUMP)
+    warn |= again & out & (jump > _LARGE_JUMP) & (norm > threshold)
+    warn |= again & (score > _HUGE_SCORE) & (jump > _HUGE_JUMP)
+    warn |= sparse & high & ((norm > _JOINT_NORM) | (jump > _HUGE_JUMP))
+    alone = (norm > _SUPPORT) | (jump > _LARGE_JUMP) | (score > _ALONE)
+    warn |= sparse & out & (alone | ~jnp.asarray(norm_given))
     new = state._replace(
         evidence=evidence,
         rises=jnp.stack([state.rises[1], jump]),
