@@ -132,7 +132,7 @@ def _verify_one(folder: Folder, step: int) -> int:
     if changed:
         raise DamagedError(f"{folder.path(step)} has changed: {'; '.join(changed)}")
     saved = _manifest.leaves_of(manifest)
-    tree = _store.load_plain(folder.path(step))
+    tree = _store.load_foreign(folder.path(step) / _store.STATE)
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
     values = {_leaves.parts(path): value for path, value in pairs}
     lost = [x.name for x in saved if x.kind != "empty" and x.path not in values]
