@@ -65,16 +65,10 @@ def _odd(n: Any) -> Any:
 
 
 @functools.cache
-def _table() -> np.ndarray:
+def _weights() -> np.ndarray:
+    """Rows: by position in a block, by block for `first`, by block for `second`."""
     with np.errstate(over="ignore"):
-        return _odd(np.arange(BLOCK, dtype=np.uint32))
-
-
-def _block_weights(b: int) -> tuple[int, int]:
-    numbers = np.array([b + BLOCK, b + 2 * BLOCK], np.uint64).astype(np.uint32)
-    with np.errstate(over="ignore"):
-        first, second = _odd(numbers)
-    return int(first), int(second)
+        return _odd(np.arange(3 * BLOCK, dtype=np.uint32)).reshape(3, BLOCK)
 
 
 def _is_float(dtype: Any) -> bool:
@@ -102,20 +96,21 @@ def count_nonfinite(flat: np.ndarray) -> int:
         return int(flat.size - np.count_nonzero(np.isfinite(flat)))
 
 
-def digest_run(flat: np.ndarray, start: int) -> Digest:
+def digest_run(flat: np.ndarray, start: int, finite: bool = True) -> Digest:
     """Digest of consecutive elements of an array in C order.
 
     Args:
       flat: vector of any numeric dtype, contiguous.
       start: position of its first element in the whole array, elements.
+      finite: whether to count what is not finite; else 0.
     """
     per = max(flat.dtype.itemsize // 4, 1)
     first = second = nonfinite = 0
     mixed, scratch = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
-    at, table = 0, _table()
+    at, (within, by_first, by_second) = 0, _weights()
     while at < flat.size:
         position = (start + at) * per
-        j = position % BLOCK
+        j, b = position % BLOCK, (position // BLOCK) & (BLOCK - 1)
         taken = min((BLOCK - j) // per, flat.size - at)
         part = flat[at : at + taken]
         words = _words(part)
@@ -125,17 +120,19 @@ def digest_run(flat: np.ndarray, start: int) -> Digest:
         np.multiply(m, np.uint32(_MULTIPLIER), out=m)
         np.right_shift(m, np.uint32(12), out=s)
         np.bitwise_xor(s, m, out=m)
-        u, v = _block_weights((position // BLOCK) & 0xFFFF)
-        second += int(np.add.reduce(m, dtype=np.uint32)) * v
-        np.multiply(m, table[j : j + words.size], out=m)
-        first += int(np.add.reduce(m, dtype=np.uint32)) * u
-        nonfinite += count_nonfinite(part)
+        second += int(np.add.reduce(m, dtype=np.uint32)) * int(by_second[b])
+        np.multiply(m, within[j : j + words.size], out=m)
+        first += int(np.add.reduce(m, dtype=np.uint32)) * int(by_first[b])
+        nonfinite += count_nonfinite(part) if finite else 0
         at += taken
     return Digest(first & _MASK, second & _MASK, nonfinite)
 
 
 def digest_part(
-    part: np.ndarray, shape: tuple[int, ...], start: tuple[int, ...]
+    part: np.ndarray,
+    shape: tuple[int, ...],
+    start: tuple[int, ...],
+    finite: bool = True,
 ) -> Digest:
     """Digest of a rectangular part of an array.
 
@@ -143,6 +140,7 @@ def digest_part(
       part: the part, any numeric dtype.
       shape: shape of the whole array.
       start: index of the part's first element in the whole array.
+      finite: as for `digest_run`.
     """
     # Trailing axes that the part holds whole make one run of the whole array.
     axis = len(shape)
@@ -160,29 +158,30 @@ def digest_part(
     total = ZERO
     if offsets.size <= _FEW_RUNS:
         for run, offset in zip(runs, offsets, strict=False):
-            total += digest_run(np.ascontiguousarray(run), int(offset))
+            total += digest_run(np.ascontiguousarray(run), int(offset), finite)
         return total
     rows = max(_CHUNK // runs.shape[1], 1)
     for at in range(0, len(runs), rows):
-        total += _digest_scattered(runs[at : at + rows], offsets[at : at + rows])
+        chunk = slice(at, at + rows)
+        total += _digest_scattered(runs[chunk], offsets[chunk], finite)
     return total
 
 
-def _digest_scattered(runs: np.ndarray, offsets: np.ndarray) -> Digest:
+def _digest_scattered(runs: np.ndarray, offsets: np.ndarray, finite: bool) -> Digest:
     """Digest of many short runs of one length, each at its own offset in elements."""
     flat = np.ascontiguousarray(runs).reshape(-1)
     per = max(flat.dtype.itemsize // 4, 1)
     words = _words(flat).reshape(len(runs), -1)
     i = offsets[:, None] * np.uint64(per) + np.arange(words.shape[1], dtype=np.uint64)
-    j, b = i % BLOCK, ((i // BLOCK) & np.uint64(0xFFFF)).astype(np.uint32)
+    j, b = i % BLOCK, (i // BLOCK) % BLOCK
+    within, by_first, by_second = _weights()
     with np.errstate(over="ignore"):
         m = _mix(words)
-        first = m * _table()[j] * _odd(b + np.uint32(BLOCK))
-        second = m * _odd(b + np.uint32(2 * BLOCK))
+        first, second = m * within[j] * by_first[b], m * by_second[b]
     return Digest(
         int(np.add.reduce(first, axis=None, dtype=np.uint32)),
         int(np.add.reduce(second, axis=None, dtype=np.uint32)),
-        count_nonfinite(flat),
+        count_nonfinite(flat) if finite else 0,
     )
 
 

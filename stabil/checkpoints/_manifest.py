@@ -40,13 +40,16 @@ def _on_host(x: jax.Array) -> bool:
     return all(d.platform == "cpu" for d in x.sharding.device_set)
 
 
-def hold(values: list[Any]) -> Callable[[], list[Digest]]:
+def hold(values: list[Any], finite: bool = True) -> Callable[[], list[Digest]]:
     """Takes hold of the bytes of a state, so that they can be read after a donation.
 
     Arrays in host memory are kept by reference, which costs nothing and makes XLA
     copy instead of overwriting while they are held. Arrays on an accelerator are
     digested where they are; the work is queued before any later step.
 
+    Args:
+      values: leaves as they go to disk.
+      finite: whether to count what is not finite.
     Returns:
       A function for another thread that gives one digest a leaf, in order; with
       several processes that of the parts that this one holds.
@@ -78,7 +81,7 @@ def hold(values: list[Any]) -> Callable[[], list[Digest]]:
     def digest_leaf(held: list[Any]) -> Digest:
         total = _digest.ZERO
         for part in held:
-            total += _digest.digest_part(*part)
+            total += _digest.digest_part(*part, finite=finite)
         return total
 
     def digests() -> list[Digest]:
@@ -214,7 +217,7 @@ def check(manifest: dict[str, Any], values: list[Any], where: str) -> None:
       DamagedError: names the leaves whose bytes differ.
     """
     leaves = leaves_of(manifest)
-    table = np.array(hold(values)(), np.uint32).reshape(-1, 3)
+    table = np.array(hold(values, finite=False)(), np.uint32).reshape(-1, 3)
     rows = _processes.added_up(table)
     digests = [Digest(*(int(v) for v in row)) for row in rows]
     python = [python_value(x, v) for x, v in zip(leaves, values, strict=True)]
