@@ -2,6 +2,10 @@
 
 The copies are explicit. `jax.device_get` on a CPU is a view, and a ring of views makes
 XLA refuse to reuse donated buffers for as long as it is held.
+
+A restore on a CPU copies nothing: it lends the ring's memory to the state. XLA owns no
+lent memory, so a step that donates the state works on a copy, and the ring does not
+write into what it has lent. So a snapshot may be restored again.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from stabil.checkpoints._leaves import Leaf
 
 # Pieces of an array by the index of their first element.
 Pieces = dict[tuple[int, ...], np.ndarray]
+# XLA takes memory over as it is only where it begins at a multiple of this, in bytes.
+_ALIGNMENT = 64
 
 
 @dataclasses.dataclass
@@ -26,7 +32,8 @@ class Snapshot:
     """A state in host memory.
 
     `values` holds what is not an array: the value of a Python leaf, the implementation
-    of a PRNG key. `pieces` holds None for Python leaves.
+    of a PRNG key. `pieces` holds None for Python leaves. `lent` says that a restored
+    state may still use the memory.
     """
 
     step: int
@@ -36,6 +43,7 @@ class Snapshot:
     extra: str
     statistics: set[tuple[str, ...]]
     tag: str = "pending"
+    lent: bool = False
 
     def nonfinite(self) -> list[str]:
         """Names of the leaves that hold NaN or infinite entries."""
@@ -73,12 +81,18 @@ def _copy(source: Pieces, slot: Pieces | None) -> Pieces:
     copied = {}
     for start, piece in source.items():
         old = slot.get(start) if slot else None
-        if old is not None and old.shape == piece.shape and old.dtype == piece.dtype:
-            np.copyto(old, piece)
-            copied[start] = old
-        else:
-            copied[start] = np.array(piece, order="C")
+        if old is None or old.shape != piece.shape or old.dtype != piece.dtype:
+            old = _aligned(piece.shape, piece.dtype)
+        np.copyto(old, piece)
+        copied[start] = old
     return copied
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    at = -raw.ctypes.data % _ALIGNMENT
+    return raw[at : at + size].view(dtype).reshape(shape)
 
 
 def _assemble(pieces: Pieces, shape: tuple[int, ...]) -> np.ndarray:
@@ -102,12 +116,18 @@ class Ring:
     def __init__(self, size: int):
         self._size = size
         self._kept: list[Snapshot] = []
+        # Forgotten snapshots, whose memory the next ones take over.
+        self._spare: list[Snapshot] = []
 
     def take(self, step: int, state: Any, extra: dict[str, Any] | None) -> None:
         """Copies a state, dropping the oldest snapshot when the ring is full."""
         leaves, values, _ = _leaves.flatten(state)
-        kept = [s for s in self._kept if s.step < step]
-        slot = kept.pop(0) if self._size and len(kept) >= self._size else None
+        if not self._size:
+            return
+        self.drop_after(step - 1)
+        while len(self._kept) >= self._size:
+            self._forget(self._kept.pop(0))
+        slot = self._spare.pop() if self._spare else None
         if slot is not None and slot.leaves != leaves:
             slot = None
         pieces: list[Pieces | None] = []
@@ -120,8 +140,11 @@ class Ring:
                 )
         other = [_not_array(x, v) for x, v in zip(leaves, values, strict=True)]
         text, statistics = json.dumps(extra or {}), _leaves.statistics(state)
-        kept.append(Snapshot(step, leaves, other, pieces, text, statistics))
-        self._kept = kept[-self._size :] if self._size else []
+        self._kept.append(Snapshot(step, leaves, other, pieces, text, statistics))
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        if not snapshot.lent and len(self._kept) + len(self._spare) < self._size:
+            self._spare.append(snapshot)
 
     def find(self, step: int) -> Snapshot | None:
         """The snapshot of a step."""
@@ -134,10 +157,13 @@ class Ring:
 
     def drop_after(self, step: int) -> None:
         """Forgets every snapshot that is newer than a step."""
+        newer = [s for s in self._kept if s.step > step]
         self._kept = [s for s in self._kept if s.step <= step]
+        for snapshot in newer:
+            self._forget(snapshot)
 
     def restore(self, snapshot: Snapshot, abstract_state: Any) -> Any:
-        """A state from copies of the snapshot, which stays as it is.
+        """A state from the memory of the snapshot, which stays as it is.
 
         Raises:
           StructureError: the snapshot holds other leaves.
@@ -147,6 +173,7 @@ class Ring:
         at = {leaf.path: n for n, leaf in enumerate(snapshot.leaves)}
         order = [at[leaf.path] for leaf in wanted]
         values: list[Any] = [None] * len(wanted)
+        snapshot.lent = True
         whole: dict[int, tuple[np.ndarray, Any]] = {}
         for i, (n, target) in enumerate(zip(order, targets, strict=True)):
             saved, pieces = snapshot.leaves[n], snapshot.pieces[n]
@@ -162,9 +189,8 @@ class Ring:
                 values[i] = _from_parts(saved, pieces, target)
         if whole:
             arrays, shardings = zip(*whole.values(), strict=True)
-            # One call for all is several times faster. An alias would let the next
-            # snapshot write into the restored state.
-            placed = jax.device_put(list(arrays), list(shardings), may_alias=False)
+            # One call for all is several times faster.
+            placed = jax.device_put(list(arrays), list(shardings), may_alias=True)
             for i, value in zip(whole, placed, strict=True):
                 values[i] = value
         restored = [
@@ -201,7 +227,7 @@ def _from_parts(saved: Leaf, pieces: Pieces, target: Any) -> jax.Array:
             len(range(*s.indices(n))) for s, n in zip(index, saved.shape, strict=True)
         )
         if piece is not None and piece.shape == extent:
-            return np.array(piece)
+            return piece
         return _assemble(pieces, saved.shape)[index]
 
     return jax.make_array_from_callback(saved.shape, _sharding(target), part)

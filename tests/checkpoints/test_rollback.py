@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stabil.checkpoints import (
     Keeper,
@@ -326,21 +327,50 @@ def test_the_newest_healthy_state_wins_whatever_its_level(tmp_path):
     assert Keeper(tmp_path).newest_healthy() == 20
 
 
-def test_snapshots_reuse_their_memory_and_stay_apart(tmp_path):
+def memory_of(ring):
+    return {s.pieces[0][(0,)].ctypes.data for s in [*ring._kept, *ring._spare]}
+
+
+def test_snapshots_reuse_their_memory(tmp_path):
     keeper = Keeper(tmp_path, keep_in_memory=2)
-    for step in range(1, 5):
+    for step in (1, 2):
         keeper.snapshot(step, {"w": jnp.full(1000, step, jnp.float32)})
-    keeper.mark(3, "healthy")
-    state = keeper.restore({"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}).state
-    slots = {id(s.pieces[0][(0,)]) for s in keeper._ring._kept}
-    keeper.snapshot(5, {"w": jnp.zeros(1000)})
-    keeper.snapshot(6, {"w": jnp.zeros(1000)})
-    assert {id(s.pieces[0][(0,)]) for s in keeper._ring._kept} == slots
-    np.testing.assert_array_equal(state["w"], np.full(1000, 3))
+    slots = memory_of(keeper._ring)
+    keeper.mark(1, "healthy")
+    keeper.snapshot(3, {"w": jnp.zeros(1000)})
+    keeper.mark(2, "healthy")
+    keeper._ring.drop_after(2)
+    keeper.snapshot(3, {"w": jnp.zeros(1000)})
+    assert memory_of(keeper._ring) == slots
     # Another structure gets memory of its own.
     keeper.snapshot(7, {"v": jnp.zeros((2, 3))})
     keeper.mark(7, "healthy")
     assert keeper.restore({"v": np.zeros((2, 3), np.float32)}).source == "memory"
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_a_restore_lends_is_written_by_nobody(tmp_path, devices):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("a",))
+    by = NamedSharding(mesh, PartitionSpec("a"))
+    full = lambda x: jax.device_put(np.full(1000, x, np.float32), by)  # noqa: E731
+    keeper = Keeper(tmp_path, keep_in_memory=2)
+    keeper.snapshot(1, {"w": full(1)})
+    keeper.mark(1, "healthy")
+    target = {"w": jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=by)}
+    first = keeper.restore(target).state
+    shards = [s.data.unsafe_buffer_pointer() for s in first["w"].addressable_shards]
+    pieces = keeper._ring.find(1).pieces[0].values()
+    assert shards == [p.ctypes.data for p in pieces], "copied"
+    # A step that overwrites the state it is given leaves the snapshot alone.
+    step = jax.jit(lambda w: 2 * w, donate_argnums=0)
+    second = keeper.restore(target).state
+    np.testing.assert_array_equal(step(second["w"]), np.full(1000, 2))
+    assert second["w"].is_deleted()
+    np.testing.assert_array_equal(keeper.restore(target).state["w"], np.ones(1000))
+    # So do the snapshots that push it out of the ring.
+    for number in (2, 3, 4, 5):
+        keeper.snapshot(number, {"w": full(number)})
+    np.testing.assert_array_equal(first["w"], np.ones(1000))
 
 
 def test_no_ring_keeps_nothing(tmp_path):
