@@ -17,7 +17,8 @@ class Probe:
 
     Attributes:
       model: the model, unchanged.
-      patterns: globs over module paths; a module is probed if one matches.
+      patterns: globs over module paths, and classes; a module is probed if one
+        matches.
       statistics: names of the columns of the readings.
       every: steps from one reading to the next.
       inputs: whether arguments are probed beside outputs.
@@ -26,7 +27,7 @@ class Probe:
     """
 
     model: Any
-    patterns: tuple[str, ...]
+    patterns: tuple[str | type, ...]
     statistics: tuple[str, ...]
     every: int = 1
     inputs: bool = False

@@ -62,8 +62,9 @@ class LinenProbe(Probe):
             seen = _Seen(self, apart=True)
             with seen:
                 program = _collect.trace(run)
+        patterns = _select.as_names(self.patterns, seen.places)
         return _collect.read(
-            program, self.patterns, self.statistics, places=seen.places, due=self.due
+            program, patterns, self.statistics, places=seen.places, due=self.due
         )
 
 
@@ -77,7 +78,7 @@ class _Seen:
         self.run = object() if apart else None
         self.clock = 0
         self.root = probe.model.name or type(probe.model).__name__
-        self.places: dict[tuple[str, ...], None] = {}
+        self.places: dict[tuple[str, ...], type] = {}
         self.stack: list[_Call] = []
         self.contexts = contextlib.ExitStack()
 
@@ -122,7 +123,7 @@ class _Seen:
         if not call.is_public or inherited or module.is_initializing():
             return next_fun(*args, **kwargs)
         names = call.names(self.root)
-        wanted = _select.selected(self.probe.patterns, *names)
+        wanted = _select.selected(self.probe.patterns, *names, kind=type(module))
         if wanted and self.probe.inputs:
             args, kwargs = self.tap_inputs(names[0], args, kwargs)
         self.stack.append(call)
@@ -132,7 +133,7 @@ class _Seen:
             self.stack.pop()
         if self.stack:
             self.stack[-1].lifted |= self.stack[-1].same_place(call)
-        self.places[names] = None
+        self.places[names] = type(module)
         # A lifted method runs as a clone of its module, which has been tapped.
         if not call.lifted:
             kind = FORWARD if wanted else PLACE

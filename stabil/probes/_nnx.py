@@ -60,8 +60,9 @@ class NnxProbe(Probe):
                 return model(*args, **kwargs)
 
         program = _collect.trace(lambda: copies.run(lambda all_: call(*all_)))
+        patterns = _select.as_names(self.patterns, seen.places)
         (out, new), readings = _collect.read(
-            program, self.patterns, self.statistics, places=seen.places, due=self.due
+            program, patterns, self.statistics, places=seen.places, due=self.due
         )
         copies.update(new)
         return out, readings
@@ -104,7 +105,7 @@ class _Seen:
 
     def __init__(self, probe: NnxProbe) -> None:
         self.probe = probe
-        self.places: dict[tuple[str, ...], None] = {}
+        self.places: dict[tuple[str, ...], type] = {}
         self.running: list[Any] = []
 
     @contextlib.contextmanager
@@ -131,7 +132,7 @@ class _Seen:
         # A call of the method that this one overrides: the outer return is the output.
         if name is None or any(m is module for m in self.running):
             return original(module, *args, **kwargs)
-        wanted = _select.selected(self.probe.patterns, name)
+        wanted = _select.selected(self.probe.patterns, name, kind=type(module))
         backward = wanted and self.probe.backward
         if wanted and self.probe.inputs:
             both = {**{str(i): a for i, a in enumerate(args)}, **kwargs}
@@ -143,7 +144,7 @@ class _Seen:
             out = original(module, *args, **kwargs)
         finally:
             self.running.pop()
-        self.places[(name,)] = None
+        self.places[(name,)] = type(module)
         kind = FORWARD if wanted else PLACE
         return tap_tree(out, name, "", backward=backward, kind=kind)
 

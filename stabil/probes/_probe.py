@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def probe(
     model: nn.Module | nnx.Module,
     *,
-    where: str | tuple[str, ...] = "**",
+    where: str | type | tuple[str | type, ...] = "**",
     stats: str | tuple[str, ...] = ("finite", "absmax", "rms"),
     every: int = 1,
     inputs: bool = False,
@@ -48,8 +48,9 @@ def probe(
 
     Args:
       model: a Flax Linen module, not bound to variables, or an NNX module.
-      where: glob over module paths, or a tuple of globs: `**` is any number of
-        segments, `*` any text within one, `?` one character.
+      where: glob over module paths, a module class, or a tuple of both, any of which
+        may match: `**` is any number of segments, `*` any text within one, `?` one
+        character; a class stands for its subclasses too.
       stats: names of statistics or groups. The group `all` is, in order: nan_count,
         inf_count, zero_count (entries), min, max, absmax, mean, std, rms (the tensor's
         own unit; NaN where nothing is finite). `finite` is the first two. Further:
@@ -104,7 +105,7 @@ def probe(
             "example every=10 and probed.at(step) in the train step"
         )
     options = (
-        _select.as_patterns(where),
+        _select.as_choice(where),
         _statistics.columns(stats),
         every,
         inputs,

@@ -1,9 +1,9 @@
-"""Selection of modules by glob patterns over slash paths."""
+"""Selection of modules by glob patterns over slash paths, and by class."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _PIECES = re.compile(r"\*\*/|/\*\*$|\*\*|\*|\?|[^*?]+?")
 _REGEX = {
@@ -35,6 +35,28 @@ def as_patterns(where: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
+def as_choice(
+    where: str | type | tuple[str | type, ...],
+) -> tuple[str | type, ...]:
+    """The patterns and classes of the `where` argument of a model's probe.
+
+    Raises:
+      TypeError: `where` is no string, no class, and no non-empty sequence of such.
+    """
+    chosen = (where,) if isinstance(where, (str, type)) else where
+    if (
+        not isinstance(chosen, (tuple, list))
+        or not chosen
+        or not all(isinstance(c, type) or (isinstance(c, str) and c) for c in chosen)
+    ):
+        raise TypeError(
+            "needed `where` as a glob over slash paths, a module class, or a tuple of "
+            f"such, got {where!r}; write for example where='**/mlp*', "
+            "where=nn.LayerNorm, or where='**' for everything"
+        )
+    return tuple(chosen)
+
+
 def matches(pattern: str, path: str) -> bool:
     """Whether a glob matches a whole slash path.
 
@@ -52,9 +74,39 @@ def matches(pattern: str, path: str) -> bool:
     return re.fullmatch(regex, path) is not None
 
 
-def selected(patterns: Iterable[str], *names: str) -> bool:
-    """Whether any pattern matches any of the names of one place."""
-    return any(matches(p, n) for p in patterns for n in names)
+def selected(patterns: Iterable[str | type], *names: str, kind: type = object) -> bool:
+    """Whether any pattern matches any of the names of one place, or its class."""
+    return any(
+        issubclass(kind, p)
+        if isinstance(p, type)
+        else any(matches(p, n) for n in names)
+        for p in patterns
+    )
+
+
+def as_names(
+    chosen: Iterable[str | type], places: Mapping[tuple[str, ...], type]
+) -> tuple[str, ...]:
+    """The patterns, with the names of the places of a class instead of the class.
+
+    Raises:
+      ValueError: no place has the class.
+    """
+    patterns = []
+    for one in chosen:
+        if isinstance(one, str):
+            patterns.append(one)
+            continue
+        found = [names[0] for names, kind in places.items() if issubclass(kind, one)]
+        if not found:
+            known = ", ".join(dict.fromkeys(k.__name__ for k in places.values()))
+            raise ValueError(
+                "needed `where` classes of modules that are called in the model, got "
+                f"{one.__name__}; called are {known or 'none'}: write for example "
+                "where=nn.LayerNorm, or where='**' for everything"
+            )
+        patterns += found
+    return tuple(patterns)
 
 
 def require_matches(patterns: Iterable[str], places: Iterable[tuple[str, ...]]) -> None:

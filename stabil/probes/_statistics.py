@@ -112,6 +112,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 _ABOVE = re.compile(r"above_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)_(count|share)")
 _QUANTILE = re.compile(r"q(\d+)")
+_WITH_NUMBER = re.compile(f"{_ABOVE.pattern}|{_QUANTILE.pattern}")
 
 
 def _is_known(name: str) -> bool:
@@ -217,9 +218,10 @@ def columns(stats: str | tuple[str, ...]) -> tuple[str, ...]:
         elif _is_known(name):
             wanted.add(name)
         else:
+            fixed = (n for n in STATISTICS if not _WITH_NUMBER.fullmatch(n))
             raise ValueError(
                 f"needed the name of a statistic in `stats`, got {name!r}; there are "
-                f"{', '.join(STATISTICS)}, with numbers of your own above_6_share, "
+                f"{', '.join(fixed)}, with numbers of your own above_6_share, "
                 f"above_6_count and q99, and the groups {', '.join(GROUPS)}: "
                 "write for example stats=('finite', 'absmax', 'rms')"
             )

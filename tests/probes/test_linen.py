@@ -534,6 +534,28 @@ def test_no_float_output_gives_no_row():
     assert readings.names == () and readings.values.shape == (0, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "where", "want"),
+    [
+        ("remat", (nn.LayerNorm, Block), None),
+        ("remat", (nn.Dense, "b1"), (*TWO[:2], *TWO[3:6])),
+        ("shared jit", Block, ("b", "b#2")),
+        ("scan of remat", Block, tuple(f"layers/block[{i}]" for i in range(3))),
+        ("scan of remat", Layer, tuple(f"layers[{i}]" for i in range(3))),
+        ("vmap", nn.Module, (*(f"experts/{n}" for n in BLOCK), "experts", "Net")),
+    ],
+)
+def test_modules_are_chosen_by_class(name, where, want):
+    model, _ = MODELS[name]
+    run = jax.eval_shape
+    if want is None:
+        with pytest.raises(ValueError, match="got LayerNorm; called are Dense, "):
+            run(probe(model, where=where).apply, _variables(model), X)
+        return
+    _, readings = run(probe(model, where=where).apply, _variables(model), X)
+    assert readings.names == want
+
+
 def test_pattern_that_matches_nothing():
     model, _ = MODELS["plain"]
     variables = _variables(model)

@@ -133,6 +133,22 @@ def test_rows_bits_and_state(kind):
     assert np.isfinite(readings.values).all() and readings["absmax"].min() > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "where", "want"),
+    [
+        (Net, (Block, "drop"), ("blocks/0", "blocks/1", "drop")),
+        (Net, (nnx.BatchNorm,), ("norm",)),
+        (Shared, Block, ("block", "block#2")),
+        (Stack, Block, tuple(f"layers[{i}]" for i in range(3))),
+    ],
+)
+def test_modules_are_chosen_by_class(kind, where, want):
+    def run():
+        return probe(kind(nnx.Rngs(0)), where=where)(X)[1]
+
+    assert jax.eval_shape(run).names == want
+
+
 def test_one_layer_of_a_stack_is_named():
     model = Stack(nnx.Rngs(0))
     kernel = model.layers.up.kernel

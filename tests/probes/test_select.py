@@ -54,3 +54,28 @@ def test_a_pattern_without_a_match_lists_what_exists():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         _select.require_matches(("layer_2", "mlp"), places)
+
+
+@pytest.mark.parametrize("where", [3, (), (int, 3), "", (int, "")])
+def test_refuses_what_is_no_choice_of_modules(where):
+    text = (
+        "needed `where` as a glob over slash paths, a module class, or a tuple of "
+        f"such, got {where!r}; write for example where='**/mlp*', "
+        "where=nn.LayerNorm, or where='**' for everything"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        _select.as_choice(where)
+
+
+def test_a_class_stands_for_the_names_of_its_modules():
+    places = {("a",): int, ("b", "c"): bool, ("d",): str}
+    assert _select.as_names(("x*", int, str), places) == ("x*", "a", "b", "d")
+    assert _select.selected((int,), "d", kind=bool)
+    assert not _select.selected((int, "e"), "d", kind=str)
+    text = (
+        "needed `where` classes of modules that are called in the model, got float; "
+        "called are int, bool, str: write for example where=nn.LayerNorm, or "
+        "where='**' for everything"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        _select.as_names((float,), places)
