@@ -1,5 +1,8 @@
 """Remember: checkpoints that know whether they are healthy."""
 
+from stabil.checkpoints._difference import Difference as Difference
+from stabil.checkpoints._difference import LeafDifference as LeafDifference
+from stabil.checkpoints._difference import diff as diff
 from stabil.checkpoints._errors import DamagedError as DamagedError
 from stabil.checkpoints._errors import NoHealthyStepError as NoHealthyStepError
 from stabil.checkpoints._errors import NotARunFolderError as NotARunFolderError
@@ -19,7 +22,9 @@ from stabil.checkpoints._restoring import Restored as Restored
 
 __all__ = [
     "DamagedError",
+    "Difference",
     "Keeper",
+    "LeafDifference",
     "NoHealthyStepError",
     "NotARunFolderError",
     "Repaired",
@@ -28,6 +33,7 @@ __all__ = [
     "StepInfo",
     "StructureError",
     "Verified",
+    "diff",
     "list_steps",
     "mark",
     "merge_neighbours",

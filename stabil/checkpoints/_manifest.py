@@ -156,26 +156,34 @@ def nonfinite(manifest: dict[str, Any]) -> list[str]:
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(config, dict):
-        return {prefix: config}
+    if not isinstance(config, dict) or not config:
+        return {prefix: config} if prefix else {}
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= _flat(value, f"{prefix}/{key}" if prefix else str(key))
     return found
 
 
+def changes(
+    what: str, old: dict[str, Any], new: dict[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """Name, old and new value of what differs between two nested dicts."""
+    before, after = _flat(old), _flat(new)
+    found = []
+    for name in sorted({*before, *after}):
+        x, y = before.get(name, "absent"), after.get(name, "absent")
+        if x != y:
+            found.append((what + name, x, y))
+    return found
+
+
 def differences(manifest: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """What is not as it was when the step was saved: versions and configuration."""
-    found = []
-    for what, old, new in (
-        ("version of", manifest.get("versions", {}), versions()),
-        ("config", _flat(manifest.get("config", {})), _flat(config)),
-    ):
-        for name in sorted({*old, *new} - {""}):
-            before, now = old.get(name, "absent"), new.get(name, "absent")
-            if before != now:
-                found.append(f"{what} {name}: {before} when saved, {now} now")
-    return found
+    found = [
+        *changes("version of ", manifest.get("versions", {}), versions()),
+        *changes("config ", manifest.get("config", {}), config),
+    ]
+    return [f"{name}: {old} when saved, {new} now" for name, old, new in found]
 
 
 def files(path: pathlib.Path) -> dict[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -131,17 +132,28 @@ def _verify_one(folder: Folder, step: int) -> int:
     changed = _manifest.changed_files(manifest, folder.path(step))
     if changed:
         raise DamagedError(f"{folder.path(step)} has changed: {'; '.join(changed)}")
+    return len(read_plain(folder.path(step), manifest))
+
+
+def read_plain(
+    path: pathlib.Path, manifest: dict[str, Any]
+) -> dict[tuple[str, ...], Any]:
+    """The leaves of a step by path, as NumPy arrays, checked; None for empty ones.
+
+    Raises:
+      DamagedError: they are not what the manifest says.
+    """
     saved = _manifest.leaves_of(manifest)
-    tree = _store.load_foreign(folder.path(step) / _store.STATE)
+    tree = _store.load_foreign(path / _store.STATE)
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    values = {_leaves.parts(path): value for path, value in pairs}
+    values = {_leaves.parts(place): value for place, value in pairs}
     lost = [x.name for x in saved if x.kind != "empty" and x.path not in values]
     if lost:
-        raise DamagedError(f"{folder.path(step)} has lost leaves: {', '.join(lost)}")
+        raise DamagedError(f"{path} has lost leaves: {', '.join(lost)}")
     # Keys come as their data; digests are of the data in any case.
     ordered = [values.get(x.path) for x in saved]
-    _manifest.check(manifest, ordered, str(folder.path(step)))
-    return len(saved)
+    _manifest.check(manifest, ordered, str(path))
+    return {x.path: v for x, v in zip(saved, ordered, strict=True)}
 
 
 def mark(

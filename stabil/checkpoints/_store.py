@@ -138,8 +138,11 @@ def load_foreign(item: pathlib.Path) -> Any:
 
     def arguments(reader: v0.PyTreeCheckpointHandler) -> v0.args.PyTreeRestore:
         tree = reader.metadata(epath.Path(item)).tree
-        as_arrays = lambda _: v0.RestoreArgs(restore_type=np.ndarray)  # noqa: E731
-        return v0.args.PyTreeRestore(restore_args=jax.tree.map(as_arrays, tree))
+        return v0.args.PyTreeRestore(restore_args=jax.tree.map(as_numpy, tree))
+
+    def as_numpy(leaf: Any) -> v0.RestoreArgs:
+        is_text = isinstance(leaf, v0.metadata.StringMetadata)
+        return v0.RestoreArgs(restore_type=str if is_text else np.ndarray)
 
     return _read_item(item, arguments)
 

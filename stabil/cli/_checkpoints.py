@@ -1,4 +1,4 @@
-"""`stabil checkpoints`: list, verify, judge and roll back the steps of a run."""
+"""`stabil checkpoints`: list, verify, judge, compare and roll back steps of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_command(commands: Any) -> None:
     """Adds the subcommand to the parser."""
     parser = commands.add_parser(
         "checkpoints",
-        help="list, verify, judge and roll back the steps of a run",
+        help="list, verify, judge, compare and roll back the steps of a run",
         description=(
             "Works on the folder of a run that is not open. RUN is the folder that a "
             "Keeper made, or one that holds it as RUN/checkpoints."
@@ -26,6 +26,9 @@ def add_command(commands: Any) -> None:
     mark.add_argument("step", type=int)
     mark.add_argument("tag", choices=("healthy", "suspect"))
     mark.add_argument("--cause", default="", help="why, for people")
+    two = _add(actions, "diff", _diff, "which leaves of two steps differ, by how much")
+    two.add_argument("a", type=int, metavar="A", help="a step, also a quarantined one")
+    two.add_argument("b", type=int, metavar="B", help="another step")
     back = _add(actions, "rollback", _rollback, "set aside what came after a step")
     back.add_argument(
         "--before",
@@ -97,6 +100,51 @@ def _mark(args: argparse.Namespace) -> int:
     else:
         print(f"step {args.step} is {tag}, not {args.tag}: it holds non-finite entries")
     return 0 if taken else 1
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from stabil import checkpoints
+    from stabil.cli._output import print_json, table
+
+    folder = _keeper_folder(args.folder)
+    try:
+        found = checkpoints.diff(folder, args.a, args.b)
+    except checkpoints.DamagedError as error:
+        print(f"stabil checkpoints diff: {error}", file=sys.stderr)
+        if args.json:
+            print_json({"error": str(error)})
+        return 1
+    if args.json:
+        leaves = [leaf._asdict() for leaf in found.leaves]
+        print_json({"a": args.a, "b": args.b, **found._asdict(), "leaves": leaves})
+    else:
+        head = [
+            "leaf",
+            "before",
+            "after",
+            "entries",
+            "largest",
+            "relative",
+            "not finite",
+        ]
+        rows = [
+            [
+                x.name,
+                x.before or "absent",
+                x.after or "absent",
+                f"{x.entries}/{x.size}",
+                f"{x.largest:.3g}",
+                f"{x.relative:.3g}",
+                x.nonfinite,
+            ]
+            for x in found.leaves
+        ]
+        if rows:
+            print(table(head, rows))
+        print(f"{found.same} leaves are the same, {len(rows)} are not")
+        for text in found.metadata:
+            print(text)
+    return 1 if found.leaves or found.metadata else 0
 
 
 def _rollback(args: argparse.Namespace) -> int:

@@ -10,7 +10,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stabil import checkpoints
-from stabil.checkpoints import Keeper, NoHealthyStepError, NotARunFolderError
+from stabil.checkpoints import (
+    DamagedError,
+    Keeper,
+    NoHealthyStepError,
+    NotARunFolderError,
+    diff,
+    mark,
+    rollback,
+)
 
 
 def whole(text):
@@ -122,3 +130,60 @@ def test_refuses(tmp_path):
     )
     with pytest.raises(ValueError, match=whole(text)):
         checkpoints.mark(tmp_path / "run", 10, "good")
+
+
+def test_diff_says_what_changed_and_by_how_much(tmp_path):
+    old = {
+        "w": jnp.asarray([3.0, 4.0]),
+        "h": jnp.ones(3, jnp.bfloat16),
+        "gone": jnp.ones(2),
+        "shape": jnp.ones(2),
+        "key": jax.random.key(0),
+        "n": 1,
+        "name": "a",
+        "zero": jnp.zeros(2),
+        "same": jnp.ones(2),
+    }
+    new = old | {
+        "w": jnp.asarray([3.0, 4.5]),
+        "h": jnp.asarray([1, jnp.inf, 1], jnp.bfloat16),
+        "shape": jnp.ones(3),
+        "key": jax.random.key(1),
+        "n": 3,
+        "name": "b",
+        "zero": jnp.asarray([0.0, 2.0]),
+        "new": jnp.ones(1),
+    }
+    del new["gone"]
+    for step, state in ((1, old), (2, new)):
+        with Keeper(tmp_path, config={"lr": step, "same": 0}) as keeper:
+            if step == 2:
+                keeper.restore(old, step=1)
+            keeper.save(step, state, extra={"data": {"at": step}}, force=True)
+    found = diff(tmp_path, 1, 2)
+    leaves = {x.name: x for x in found.leaves}
+    assert set(leaves) == {*old, "new"} - {"same"} and found.same == 1
+    assert leaves["w"][1:] == ("float32[2]", "float32[2]", 1, 2, 0.5, 0.1, 0)
+    assert (leaves["h"].entries, leaves["h"].largest, leaves["h"].nonfinite) == (
+        1,
+        np.inf,
+        1,
+    )
+    assert leaves["gone"].after == "" and leaves["new"].before == ""
+    assert leaves["shape"].after == "float32[3]" and np.isnan(leaves["shape"].largest)
+    assert leaves["key"].entries > 0
+    assert (leaves["n"].largest, leaves["n"].relative) == (2.0, 2.0)
+    assert leaves["name"].entries == 1 and np.isnan(leaves["name"].largest)
+    assert leaves["zero"].relative == np.inf
+    assert found.metadata == (
+        "config lr: 1 in step 1, 2 in step 2",
+        "extra data/at: 1 in step 1, 2 in step 2",
+    )
+    # What a rollback set aside can still be compared; damage is no difference.
+    mark(tmp_path, 1, "healthy")
+    rollback(tmp_path, 2)
+    assert diff(tmp_path, 1, 2).leaves == found.leaves
+    for data in (tmp_path / "1" / "state" / "d").iterdir():
+        data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(DamagedError):
+        diff(tmp_path, 1, 2)

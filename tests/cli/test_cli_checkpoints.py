@@ -64,6 +64,24 @@ def test_verify_finds_damage(run, capsys):
     assert (code, [row["step"] for row in found["steps"]]) == (0, [1])
 
 
+def test_diff(run, capsys):
+    code, found = ask(capsys, "checkpoints", "diff", run, 1, 2)
+    (leaf,) = found["leaves"]
+    assert code == 1
+    assert (leaf["name"], leaf["entries"], leaf["largest"]) == ("w", 3, 1.0)
+    assert found["metadata"] == ["tag: healthy in step 1, pending in step 2"]
+    assert main(["checkpoints", "diff", str(run), "1", "3"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].split() == ["w", *2 * ["float32[3]"], "3/3", "nan", "nan", "3"]
+    assert said[2] == "0 leaves are the same, 1 are not"
+    assert ask(capsys, "checkpoints", "diff", run, 1, 1) == (
+        0,
+        {"a": 1, "b": 1, "leaves": [], "same": 1, "metadata": []},
+    )
+    code, found = ask(capsys, "checkpoints", "diff", run, 1, 9)
+    assert code == 2 and found["error"].endswith("the steps on disk are 1, 2, 3")
+
+
 def test_rollback(run, capsys):
     code, found = ask(capsys, "checkpoints", "rollback", run, "--before", 3)
     assert (code, found["target"]) == (0, 1)
