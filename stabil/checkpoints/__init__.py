@@ -19,10 +19,12 @@ from stabil.checkpoints._repair import Repaired as Repaired
 from stabil.checkpoints._repair import merge_neighbours as merge_neighbours
 from stabil.checkpoints._repair import repair_layer as repair_layer
 from stabil.checkpoints._restoring import Restored as Restored
+from stabil.checkpoints._retention import KeepAlso as KeepAlso
 
 __all__ = [
     "DamagedError",
     "Difference",
+    "KeepAlso",
     "Keeper",
     "LeafDifference",
     "NoHealthyStepError",

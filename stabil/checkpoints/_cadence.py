@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class Cadence:
@@ -16,6 +16,7 @@ class Cadence:
     Args:
       every_steps: steps; >= 1.
       every_minutes: minutes, or None for no limit of time.
+      milestones: steps that are due in any case.
       clock: seconds since any moment.
 
     Examples:
@@ -29,10 +30,12 @@ class Cadence:
         self,
         every_steps: int,
         every_minutes: float | None,
+        milestones: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
         self._every_steps = every_steps
         self._every_seconds = None if every_minutes is None else every_minutes * 60
+        self._milestones = frozenset(milestones)
         self._clock = clock
         self._last: int | None = None
         self._at = clock()
@@ -47,6 +50,8 @@ class Cadence:
     def due_by_steps(self, step: int) -> bool:
         """Whether the step alone makes it due, the same on every process."""
         if self._last is None:
+            return True
+        if step in self._milestones and step > self._last:
             return True
         return step // self._every_steps > self._last // self._every_steps
 

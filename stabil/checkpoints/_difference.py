@@ -115,7 +115,7 @@ def _metadata(
         folder.health(int(p.name))["tag"] if p.parent == folder.root else "quarantined"
         for p in places
     ]
-    found = _manifest.changes("tag", {"": tags[0]}, {"": tags[1]})
+    found = [("tag", *tags)] if tags[0] != tags[1] else []
     for what, key in (
         ("version of ", "versions"),
         ("config ", "config"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 import os
 import pathlib
@@ -90,5 +91,13 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def utc_now() -> str:
-    """The wall clock in UTC, for people to read; nothing is decided by it."""
+    """The wall clock in UTC, for people; of it is decided only what may be deleted."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def seconds(text: str) -> float:
+    """The moment that `utc_now` wrote, in seconds since 1970; 0 if unreadable."""
+    try:
+        return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+    except ValueError:
+        return 0.0

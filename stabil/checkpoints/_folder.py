@@ -12,15 +12,18 @@ RUN/keeper.jsonl, deletions.jsonl  what happened, one JSON object a line
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import pathlib
 import re
 import shutil
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 from stabil.checkpoints import _files, _manifest, _points
 from stabil.checkpoints._errors import DamagedError, NotARunFolderError
+from stabil.checkpoints._retention import Known
 from stabil.checkpoints._store import UNCOMMITTED
 
 MARK = "stabil.json"
@@ -31,6 +34,15 @@ ROLLBACK = "rollback.json"
 TRASH = "_trash"
 TAGS = ("pending", "healthy", "suspect", "quarantined")
 _STEP = re.compile(r"0|[1-9][0-9]*")
+
+
+class Verdict(NamedTuple):
+    """A judgement of a step, in the order in which `Folder.tag` takes it."""
+
+    tag: str
+    cause: str
+    by: str
+    metric: float | None = None
 
 
 class Folder:
@@ -169,24 +181,51 @@ class Folder:
         """Tag of every step, ascending by step."""
         return {s: self.health(s)["tag"] for s in self.steps()}
 
-    def tag(self, step: int, tag: str, cause: str, by: str) -> str:
+    def known(self, in_full: bool) -> dict[int, Known]:
+        """What retention knows of every step; metric and time only if asked for."""
+        found = {}
+        for step in self.steps():
+            health, manifest = self.health(step), {}
+            if in_full:
+                with contextlib.suppress(DamagedError):
+                    manifest = self.manifest(step)
+            metric = health.get("metric", manifest.get("metric"))
+            found[step] = Known(
+                health["tag"],
+                math.nan if metric is None else metric,
+                _files.seconds(manifest.get("time", "")),
+            )
+        return found
+
+    def tag(
+        self, step: int, tag: str, cause: str, by: str, metric: float | None = None
+    ) -> str:
         """Tags a step; a state that holds a non-finite entry is not made healthy.
 
+        Args:
+          step: a step on disk.
+          tag: the tag.
+          cause: why.
+          by: who decided.
+          metric: replaces the one that the step has, if not None.
         Returns:
           The tag that the step has now.
         """
+        before = self.health(step)
+        metric = before.get("metric") if metric is None else metric
+        stated = {} if metric is None else {"metric": metric}
         if tag == "healthy":
             try:
-                bad = _manifest.nonfinite(self.manifest(step))
+                bad = _manifest.nonfinite(self.manifest(step) | stated)
             except DamagedError as error:
                 tag, cause, by = "suspect", str(error), "stabil"
             else:
                 if bad:
                     tag, by = "suspect", "stabil"
                     cause = f"not finite when saved: {', '.join(bad)}"
-        before = self.health(step)
         entry = {"tag": tag, "cause": cause, "by": by, "time": _files.utc_now()}
-        record = {"step": step, **entry, "history": [*before["history"], entry]}
+        history = [*before["history"], entry]
+        record = {"step": step, **entry, **stated, "history": history}
         _files.write_sealed(self.path(step) / HEALTH, record)
         self.log("tag", step=step, tag=tag, cause=cause, by=by)
         return tag

@@ -7,6 +7,7 @@ what it does is done in the modules that it imports.
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 import pathlib
@@ -25,9 +26,10 @@ from stabil.checkpoints import (
 )
 from stabil.checkpoints._cadence import Cadence
 from stabil.checkpoints._errors import DamagedError
-from stabil.checkpoints._folder import Folder
+from stabil.checkpoints._folder import Folder, Verdict
 from stabil.checkpoints._memory import Ring
 from stabil.checkpoints._restoring import Restored
+from stabil.checkpoints._retention import KeepAlso
 from stabil.checkpoints._saver import Saver
 from stabil.checkpoints._signals import SignalWatch
 
@@ -50,6 +52,7 @@ class Keeper:
         holds anything else is refused and left alone.
       keep_last: healthy steps to keep on disk; >= 1. Steps that are not judged yet and
         the two newest of any tag stay as well.
+      keep_also: steps to keep beside those: the best, one every so often, milestones.
       save_every: steps between saves; >= 1.
       save_every_minutes: minutes between saves, whichever comes first; None for none.
       keep_in_memory: snapshots to keep in host memory; >= 0.
@@ -82,6 +85,7 @@ class Keeper:
         directory: str | os.PathLike[str],
         *,
         keep_last: int = 5,
+        keep_also: KeepAlso | None = None,
         save_every: int = 500,
         save_every_minutes: float | None = 15,
         keep_in_memory: int = 2,
@@ -111,12 +115,14 @@ class Keeper:
         self._saver = Saver(
             self._folder,
             keep_last=keep_last,
+            keep_also=keep_also,
             keep_quarantined=keep_quarantined,
             compress=compress,
             config=self._config,
         )
         self._lock = self._saver.lock
-        self._cadence = Cadence(save_every, save_every_minutes)
+        milestones = keep_also.milestones if keep_also is not None else ()
+        self._cadence = Cadence(save_every, save_every_minutes, milestones)
         self._ring = Ring(keep_in_memory)
         self._signals = SignalWatch()
         self._saved_on_signal = False
@@ -140,6 +146,7 @@ class Keeper:
         state: Any,
         *,
         extra: dict[str, Any] | None = None,
+        metric: float | None = None,
         force: bool = False,
     ) -> bool:
         """Saves in the background if a save is due; call it every step.
@@ -152,6 +159,8 @@ class Keeper:
           state: any pytree of arrays, PRNG keys, numbers and text. The next train step
             may donate it.
           extra: JSON-able, for example the position in the data.
+          metric: number by which `KeepAlso` ranks the step, for example a validation
+            loss. A step whose metric is NaN or infinite becomes suspect.
           force: save whether due or not.
         Returns:
           Whether a save was begun.
@@ -167,7 +176,7 @@ class Keeper:
         if not force and not self.due(step):
             return False
         extra = _as_json(extra)
-        self._saver.begin(step, state, extra)
+        self._saver.begin(step, state, extra, _as_metric(metric))
         self._cadence.saved(step)
         if _processes.anywhere(self._asked()):
             self._saved_on_signal = True
@@ -258,7 +267,15 @@ class Keeper:
 
     # --- judging ---------------------------------------------------------------------
 
-    def mark(self, step: int, tag: str, cause: str = "", *, by: str = "caller") -> str:
+    def mark(
+        self,
+        step: int,
+        tag: str,
+        cause: str = "",
+        *,
+        by: str = "caller",
+        metric: float | None = None,
+    ) -> str:
         """Judges a step, on disk and in memory.
 
         A state with a NaN or an infinity in a float leaf is not made healthy: it
@@ -270,24 +287,27 @@ class Keeper:
           tag: `healthy` or `suspect`.
           cause: why, for people.
           by: who decided.
+          metric: as for `save`, where it is known only now.
         Returns:
           The tag that the step has now; `pending` while its save is in flight.
         Raises:
           ValueError: there is no such step or tag.
         """
         _offline.require_tag(tag)
+        verdict = Verdict(tag, cause, by, _as_metric(metric))
         with self._lock:
             snapshot = self._ring.find(step)
             if snapshot is not None:
-                bad = tag == "healthy" and bool(snapshot.nonfinite())
+                bad = bool(snapshot.nonfinite()) or not math.isfinite(metric or 0)
+                bad = bad and tag == "healthy"
                 snapshot.tag = "suspect" if _processes.anywhere(bad) else tag
-            return _processes.decide(lambda: self._judge(step, tag, cause, by))
+            return _processes.decide(lambda: self._judge(step, verdict))
 
-    def _judge(self, step: int, tag: str, cause: str, by: str) -> str:
+    def _judge(self, step: int, verdict: Verdict) -> str:
         if step in self._folder.steps():
-            return self._folder.tag(step, tag, cause, by)
+            return self._folder.tag(step, *verdict)
         if self._saver.in_flight(step):
-            self._saver.judge_on_landing(tag, cause, by)
+            self._saver.judge_on_landing(verdict)
             return "pending"
         snapshot = self._ring.find(step)
         if snapshot is not None:
@@ -482,6 +502,13 @@ def _whole_number(step: Any) -> int:
     if isinstance(step, bool) or number < 0:
         raise ValueError(f"needed step as a whole number >= 0, got {step!r}")
     return number
+
+
+def _as_metric(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"needed metric as a number, got {value!r}") from error
 
 
 def _as_json(value: dict[str, Any] | None, name: str = "extra") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import pathlib
 import platform
 import zlib
@@ -145,14 +146,15 @@ def leaves_of(manifest: dict[str, Any]) -> list[Leaf]:
 
 
 def nonfinite(manifest: dict[str, Any]) -> list[str]:
-    """Names of the leaves that were saved with NaN or infinite entries."""
-    return [
+    """Names of the leaves, and the metric, saved with NaN or infinite entries."""
+    found = [
         "/".join(row["path"])
         for row in manifest["leaves"]
         if row.get("nonfinite")
         or row.get("dtype") == "float"
         and row.get("value") in ("nan", "inf", "-inf")
     ]
+    return found + ([] if math.isfinite(manifest.get("metric") or 0) else ["metric"])
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

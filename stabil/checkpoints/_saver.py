@@ -7,7 +7,8 @@ from typing import Any
 
 from stabil.checkpoints import _manifest, _processes, _retention, _rollback
 from stabil.checkpoints._errors import SaveFailedError
-from stabil.checkpoints._folder import Folder
+from stabil.checkpoints._folder import Folder, Verdict
+from stabil.checkpoints._retention import KeepAlso
 from stabil.checkpoints._saving import Job
 
 
@@ -17,6 +18,7 @@ class Saver:
     Args:
       folder: of the run.
       keep_last: healthy steps to keep.
+      keep_also: what else to keep.
       keep_quarantined: quarantined steps to keep.
       compress: compress arrays.
       config: kept with every step.
@@ -31,6 +33,7 @@ class Saver:
         folder: Folder,
         *,
         keep_last: int,
+        keep_also: KeepAlso | None,
         keep_quarantined: int,
         compress: bool,
         config: dict[str, Any],
@@ -38,14 +41,17 @@ class Saver:
         self.lock = threading.RLock()
         self.base: int | None = None
         self._folder = folder
-        self._keep_last, self._keep_quarantined = keep_last, keep_quarantined
+        self._keep_last, self._keep_also = keep_last, keep_also
+        self._keep_quarantined = keep_quarantined
         self._compress, self._config = compress, config
         self._job: Job | None = None
         self._before_job: int | None = None
-        self._marks: list[tuple[str, str, str]] = []
+        self._marks: list[Verdict] = []
         self._swept = False
 
-    def begin(self, step: int, state: Any, extra: dict[str, Any]) -> None:
+    def begin(
+        self, step: int, state: Any, extra: dict[str, Any], metric: float | None = None
+    ) -> None:
         """Begins to save; waits for the save before it.
 
         Raises:
@@ -63,6 +69,7 @@ class Saver:
                     step,
                     state,
                     extra=extra,
+                    metric=metric,
                     config=self._config,
                     compress=self._compress,
                     then=self._landed,
@@ -78,9 +85,9 @@ class Saver:
         """Whether the save of this step has begun and not ended."""
         return self._job is not None and self._job.step == step and not self._job.done
 
-    def judge_on_landing(self, tag: str, cause: str, by: str) -> None:
+    def judge_on_landing(self, verdict: Verdict) -> None:
         """Keeps a judgement of the step in flight until it lands."""
-        self._marks.append((tag, cause, by))
+        self._marks.append(verdict)
 
     def wait(self, *, only_if_done: bool = False) -> None:
         """Waits for the save in flight, or only looks whether it has ended.
@@ -159,7 +166,8 @@ class Saver:
         """Runs in the background when a step is whole on disk."""
         with self.lock:
             self._folder.log("save", step=step)
-            bad = _manifest.nonfinite(self._folder.manifest(step))
+            manifest = self._folder.manifest(step)
+            bad = _manifest.nonfinite(manifest)
             if bad:
                 cause = f"not finite when saved: {', '.join(bad)}"
                 self._folder.tag(step, "suspect", cause, "stabil")
@@ -169,9 +177,11 @@ class Saver:
             # A rollback that has begun still needs its target.
             if _rollback.pending(self._folder) is not None:
                 return
-            tags = self._folder.tags()
-            kept = _retention.kept(tags, keep_last=self._keep_last)
-            for old in sorted(set(tags) - kept):
-                reason = f"{tags[old]}, not among the steps to keep"
+            known = self._folder.known(self._keep_also is not None)
+            kept = _retention.kept(
+                known, keep_last=self._keep_last, keep_also=self._keep_also
+            )
+            for old in sorted(set(known) - kept):
+                reason = f"{known[old].tag}, not among the steps to keep"
                 self._folder.delete(self._folder.path(old), reason)
             _rollback.trim_quarantine(self._folder, self._keep_quarantined)

@@ -34,6 +34,7 @@ class Job:
       step: its number; no folder of that name may exist.
       state: any pytree; may be donated as soon as this returns.
       extra: JSON-able.
+      metric: kept with the step, or None.
       config: JSON-able.
       compress: whether Orbax compresses arrays.
       then: called in the background with the step's number once it is whole.
@@ -50,6 +51,7 @@ class Job:
         state: Any,
         *,
         extra: dict[str, Any],
+        metric: float | None,
         config: dict[str, Any],
         compress: bool,
         then: Callable[[int], None],
@@ -57,7 +59,7 @@ class Job:
         self.step = step
         self.error: BaseException | None = None
         self._folder, self._then = folder, then
-        self._extra, self._config = extra, config
+        self._extra, self._metric, self._config = extra, metric, config
         self._leaves, values, treedef = _leaves.flatten(state)
         values = [
             _leaves.to_disk(x, v) for x, v in zip(self._leaves, values, strict=True)
@@ -136,6 +138,7 @@ class Job:
             "versions": _manifest.versions(),
             "config": self._config,
             "extra": self._extra,
+            "metric": self._metric,
             "files": _manifest.files(path),
             "leaves": _manifest.describe(
                 self._leaves, self._python, digests, self._statistics

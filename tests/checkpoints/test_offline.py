@@ -176,6 +176,7 @@ def test_diff_says_what_changed_and_by_how_much(tmp_path):
     assert leaves["name"].entries == 1 and np.isnan(leaves["name"].largest)
     assert leaves["zero"].relative == np.inf
     assert found.metadata == (
+        "tag: pending in step 1, suspect in step 2",
         "config lr: 1 in step 1, 2 in step 2",
         "extra data/at: 1 in step 1, 2 in step 2",
     )

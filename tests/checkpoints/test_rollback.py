@@ -8,17 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stabil.checkpoints import (
     Keeper,
     NoHealthyStepError,
     SaveFailedError,
-    _folder,
     _points,
-    _retention,
     _rollback,
 )
 
@@ -249,47 +245,6 @@ def test_steps_that_wait_for_their_verdict_stay(tmp_path):
         7,
         8,
     ]
-
-
-TAGS = st.dictionaries(
-    st.integers(0, 200), st.sampled_from(_folder.TAGS[:3]), min_size=1, max_size=40
-)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(TAGS, st.integers(1, 6), st.integers(1, 4), st.integers(2, 12))
-def test_retention_keeps_what_a_run_needs(tags, keep_last, keep_newest, keep_pending):
-    kept = _retention.kept(
-        tags, keep_last=keep_last, keep_newest=keep_newest, keep_pending=keep_pending
-    )
-    assert kept <= set(tags) and max(tags) in kept
-    healthy = sorted(s for s in tags if tags[s] == "healthy")
-    assert set(healthy[-keep_last:]) <= kept
-    newest = healthy[-1] if healthy else -1
-    pending = sorted(s for s in tags if tags[s] == "pending" and s > newest)
-    if pending:
-        assert pending[0] in kept and pending[-1] in kept
-    if len(pending) <= keep_pending:
-        assert set(pending) <= kept
-    assert len(kept) <= keep_last + keep_newest + keep_pending
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(["healthy", "suspect", None]), max_size=60))
-def test_no_order_of_verdicts_loses_the_newest_healthy_step(verdicts):
-    """Each save is judged a random number of saves later, or never."""
-    tags = {}
-    judged = 0
-    for step, verdict in enumerate(verdicts):
-        tags[step] = "pending"
-        if verdict and judged <= step:
-            if judged in tags:
-                tags[judged] = verdict
-            judged += 1
-        healthy = [s for s in tags if tags[s] == "healthy"]
-        kept = _retention.kept(tags, keep_last=1)
-        tags = {s: t for s, t in tags.items() if s in kept}
-        assert not healthy or max(healthy) in tags
 
 
 def test_the_quarantine_has_a_limit(tmp_path):
