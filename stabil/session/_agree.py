@@ -36,6 +36,15 @@ def from_first(value: Any) -> Any:
     return json.loads(told.tobytes().decode())
 
 
+def anywhere(flag: bool) -> bool:
+    """Whether any process says so; with several a collective."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
 def claim(
     run_dir: str | os.PathLike[str], ignore: Iterable[pathlib.Path] = ()
 ) -> RunFolder:
@@ -47,15 +56,17 @@ def claim(
     Raises:
       ValueError: the folder holds something else.
     """
-    told = {"run": "", "error": ""}
+    told: dict[str, Any] = {"run": "", "error": "", "is_new": True}
     folder = None
     if jax.process_index() == 0:
         try:
             folder = RunFolder(run_dir, ignore=ignore)
-            told["run"] = folder.run
+            told |= {"run": folder.run, "is_new": folder.is_new}
         except ValueError as error:
             told["error"] = str(error)
     told = from_first(told)
     if told["error"]:
         raise ValueError(told["error"])
-    return folder or RunFolder(run_dir, run=told["run"])
+    folder = folder or RunFolder(run_dir, run=told["run"])
+    folder.is_new = bool(told["is_new"])
+    return folder

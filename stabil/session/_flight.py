@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from stabil._tree import is_measured, path_name
 from stabil.policy import Observation
-from stabil.vocabulary import Vitals
+from stabil.vocabulary import Severity, Vitals
 
 
 class InFlight(NamedTuple):
@@ -20,14 +21,18 @@ class InFlight(NamedTuple):
     Attributes:
       step: number of the step.
       data_index: position of its batch.
-      batch_id: what the user calls the batch, or None.
       vitals: of the step, on the device.
+      batch_id: what the user calls the batch, or None.
+      micro_batch: position in the accumulation window; -1 without one.
+      sample_ids: what the user calls the samples, or a function that makes them.
     """
 
     step: int
     data_index: int
-    batch_id: str | None
     vitals: Vitals
+    batch_id: str | None = None
+    micro_batch: int = -1
+    sample_ids: Sequence[Any] | Callable[[], Sequence[Any]] = ()
 
 
 def start_copy(vitals: Vitals) -> None:
@@ -51,12 +56,33 @@ def fetch(vitals: Vitals) -> Vitals:
     return jax.tree.map(np.asarray, vitals)
 
 
+def worst(vitals: Vitals) -> tuple[Vitals, int]:
+    """One set of vitals out of those of several micro-batches, and which it is.
+
+    The first of the most severe ones speaks, with the tally of the last; the loss is
+    the mean of all. Vitals without a leading axis come back as they are, with -1.
+    """
+    severity = vitals.verdict.severity
+    if np.ndim(severity) == 0:
+        return vitals, -1
+    at = int(np.argmax(severity))
+    one = jax.tree.map(lambda x: x[at], vitals)
+    last = jax.tree.map(lambda x: x[-1], vitals.tally)
+    measures = one.measures
+    if severity[at] <= Severity.OK:
+        measures = measures._replace(loss=np.mean(vitals.measures.loss))
+    one = dataclasses.replace(one, tally=last, measures=measures)
+    return one, at if severity[at] > Severity.OK else -1
+
+
 def to_observation(flown: InFlight, vitals: Vitals, resets_before: int) -> Observation:
     """What the ladder needs of vitals whose leaves are on the host."""
+    vitals, at = worst(vitals)
+    severity = int(vitals.verdict.severity)
     measures = vitals.measures
     return Observation(
         step=flown.step,
-        severity=int(vitals.verdict.severity),
+        severity=severity,
         causes=vitals.causes if int(vitals.verdict.flags) else (),
         first=vitals.first,
         loss=float(measures.loss),
@@ -67,7 +93,26 @@ def to_observation(flown: InFlight, vitals: Vitals, resets_before: int) -> Obser
         resets=max(0, int(vitals.tally.resets) - resets_before),
         data_index=flown.data_index,
         batch_id=flown.batch_id,
+        micro_batch=at if at >= 0 else flown.micro_batch,
+        sample_ids=_names(flown.sample_ids) if severity > Severity.OK else (),
+        also=_nonfinite_rows(vitals) if severity > Severity.OK else (),
     )
+
+
+def _names(ids: Sequence[Any] | Callable[[], Sequence[Any]]) -> tuple[str, ...]:
+    return tuple(str(i) for i in (ids() if callable(ids) else ids))
+
+
+def _nonfinite_rows(vitals: Vitals) -> tuple[str, ...]:
+    """Names of the readings that hold a value which is not finite."""
+    readings = vitals.readings
+    if readings is None or readings.values.ndim != 2:
+        return ()
+    bad = np.zeros(len(readings.names), bool)
+    for statistic in ("nan_count", "inf_count"):
+        if statistic in readings:
+            bad |= np.asarray(readings[statistic]) > 0
+    return tuple(f"activations/{readings.names[i]}" for i in np.flatnonzero(bad))
 
 
 @jax.jit

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import pathlib
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +34,7 @@ class Reporter:
     Attributes:
       counts: how often each action was taken; a report alone counts as `would_…`.
       events: the newest events that are more than a clip.
+      newest: step that runs next, as far as was told.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Reporter:
         name = f"heartbeat-{process:05d}.json" if process else "heartbeat.json"
         self.heart = Heartbeat(folder.path / name)
         self.heart.beat(-1, "starting")
+        self.newest = -1
         self.progress = progress
         self.counts: collections.Counter[str] = collections.Counter()
         self.events: collections.deque[Event] = collections.deque(maxlen=_KEPT)
@@ -74,6 +77,7 @@ class Reporter:
 
     def action(self, action: Action, seen: Observation) -> Event:
         """Records an action of the ladder."""
+        named = {"sample_ids": list(seen.sample_ids)} if seen.sample_ids else {}
         kind = f"would_{action.kind}" if action.report_only else action.kind
         event = Event(
             action=kind,
@@ -83,10 +87,27 @@ class Reporter:
             layer=seen.first,
             data_index=seen.data_index,
             batch_id=seen.batch_id,
+            micro_batch=seen.micro_batch if seen.micro_batch >= 0 else None,
             text=action.reason,
-            numbers=action.numbers,
+            numbers=action.numbers | named,
         )
         return self.record(event)
+
+    def beat(self, step: int) -> None:
+        """Says that `step` runs next."""
+        self.newest = step
+        self.heart.beat(step)
+
+    def pause(self, step: int, text: str) -> float:
+        """Says that no step runs for a while; when that began."""
+        self.heart.beat(step, "paused", text=text)
+        return time.perf_counter()
+
+    def resume(self, step: int, text: str, begun: float) -> None:
+        """Says that steps run again."""
+        numbers = {"seconds": round(time.perf_counter() - begun, 3)}
+        self.record(Event(action="pause", step=step, text=text, numbers=numbers))
+        self.heart.beat(step)
 
     def record(self, event: Event) -> Event:
         """Writes an event to the log, counts it, and alerts people where it is due."""

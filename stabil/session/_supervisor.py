@@ -14,6 +14,8 @@ from stabil.session._exit import ExitCode
 from stabil.telemetry import Beat, Event, EventLog, read_beat
 
 _GRACE_SECONDS = 30.0  # between the request to end and the kill
+_LIVES = ("starting", "running", "paused")
+_LONG = ("starting", "paused")  # states without steps
 
 
 class Supervisor:
@@ -22,14 +24,17 @@ class Supervisor:
     Its only contract with the process is the run's folder: `heartbeat.json` tells
     whether it lives and how far it is, and why it ended. A scheduler that starts jobs
     again can do the same: restart on every exit code but 0, 76 and 77, and kill a job
-    whose heartbeat is older than `hang_seconds`.
+    whose heartbeat is older than `hang_seconds`. Of a run with several processes, each
+    has a supervisor of its own; one that dies or hangs takes the others along, and all
+    start again from the newest healthy step.
 
     Args:
       command: program and arguments.
       run_dir: the `run_dir` of its `Session`.
       restarts: starts in a row that may end without a new furthest step.
       hang_seconds: age of the heartbeat at which a running process counts as hung.
-      start_seconds: the same until the first step is done, for imports and compiling.
+      start_seconds: the same until the first step is done, for imports and compiling,
+        and within `Session.pause`.
       poll_seconds: time between two looks.
       pause_seconds: wait before the first restart; doubles while there is no progress.
 
@@ -122,7 +127,7 @@ class Supervisor:
         try:
             while process.poll() is None:
                 time.sleep(self._poll)
-                why = self._hung(process.pid, begun)
+                why = self._hung(begun)
                 if why:
                     self._end(process)
                     return int(ExitCode.RESTART), why
@@ -130,21 +135,28 @@ class Supervisor:
             self._asked_to_end = True
             self._end(process)
         code = int(process.returncode)
-        beat = self._beat()
         # What the process wrote last is worth more than the code of a wrapper.
-        if beat is not None and beat.time >= begun and beat.exit_code:
-            code = beat.exit_code
+        beats = self._beats(begun)
+        own = [b for b in beats if b.pid == process.pid]
+        codes = [b.exit_code for b in own or beats if b.exit_code]
+        code = codes[0] if codes else code
         return code, f"the process ended with code {code}"
 
-    def _hung(self, pid: int, begun: float) -> str:
-        beat = self._beat()
-        if beat is None or beat.time < begun or beat.state == "starting":
-            waited, limit = time.time() - begun, self._start
-        else:
-            waited, limit = beat.age(), self._hang
-        if waited <= limit:
-            return ""
-        return f"no sign of life for {waited:.0f} seconds"
+    def _hung(self, begun: float) -> str:
+        """Why the process counts as hung; empty while it lives.
+
+        Of several processes that share the folder the most silent one counts: the
+        others can do nothing but wait for it.
+        """
+        silent = [
+            (beat.age(), self._start if beat.state in _LONG else self._hang)
+            for beat in self._beats(begun)
+            if beat.state in _LIVES
+        ]
+        for waited, limit in silent or [(time.time() - begun, self._start)]:
+            if waited > limit:
+                return f"no sign of life for {waited:.0f} seconds"
+        return ""
 
     def _end(self, process: subprocess.Popen[Any]) -> None:
         process.send_signal(signal.SIGTERM)
@@ -154,11 +166,12 @@ class Supervisor:
             process.kill()
             process.wait()
 
-    def _beat(self) -> Beat | None:
-        beat = read_beat(self._folder / "heartbeat.json")
-        if beat is not None:
-            self._newest = max(self._newest, beat.step)
-        return beat
+    def _beats(self, begun: float) -> list[Beat]:
+        """What the processes of this start have told so far, the first one first."""
+        found = map(read_beat, sorted(self._folder.glob("heartbeat*.json")))
+        beats = [beat for beat in found if beat is not None]
+        self._newest = max([self._newest, *(beat.step for beat in beats)])
+        return [beat for beat in beats if beat.time >= begun]
 
     def _tell(
         self, log: EventLog | None, final: int | None, code: int, why: str

@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from stabil.policy import Action, Ladder, Observation
 from stabil.session._account import Account
+from stabil.session._black_box import BlackBox
 from stabil.session._data import Data
 from stabil.session._flight import DamageCheck, InFlight, fetch, to_observation
 from stabil.session._pace import Pace
 from stabil.session._reporter import Reporter
 from stabil.session._rescue import Rescue, Return
 from stabil.session._stop import TrainingStopped
+from stabil.session._watchdog import Watchdog
 from stabil.telemetry import Event, RunFolder
+from stabil.vocabulary import Vitals
 
 _LONGEST_POSTPONEMENT = 50  # steps
 
@@ -28,12 +33,19 @@ class Watch:
     """
 
     def __init__(
-        self, folder: RunFolder, keeper: Any, policy: Ladder, reporter: Reporter
+        self,
+        folder: RunFolder,
+        keeper: Any,
+        policy: Ladder,
+        reporter: Reporter,
+        watchdog: Watchdog,
     ):
         self.account = Account()
         self.pace = Pace()
         self.rescue = Rescue(keeper, policy, folder, self.pace)
-        self._policy, self._reporter = policy, reporter
+        self._policy, self._reporter, self._watchdog = policy, reporter, watchdog
+        self._black_box = BlackBox()
+        self._judged = -1
         self._damage = DamageCheck()
         self._data: Any = None  # `Data` from `begin` on
         self._resets = self._postponed = 0
@@ -65,12 +77,15 @@ class Watch:
           TrainingStopped: the ladder has given up.
         """
         vitals = fetch(flown.vitals)
+        if self._is_old(vitals):
+            return None
         seen = to_observation(flown, vitals, self._resets)
-        self._resets = int(vitals.tally.resets)
+        self._resets = int(np.max(vitals.tally.resets))
         seen = seen._replace(
             damaged=None if state is None else self._damage(seen, state),
             can_roll_back=self.rescue.keeper is not None,
         )
+        self._black_box.take(seen)
         costs = functools.partial(self.rescue.price, next_step=next_step)
         actions = self._policy.decide(seen, costs)
         self.account.observe(seen)
@@ -82,11 +97,20 @@ class Watch:
             if state is None and action.kind in ("rollback", "stop"):
                 action = action._replace(report_only=True)
             if action.kind == "rollback" and not action.report_only:
+                self._black_box.open(action, vitals)
                 found = self._roll_back(action, seen, next_step)
             else:
+                if action.kind == "stop":
+                    self._black_box.open(action, vitals)
                 self._carry_out(action, seen)
         self._reporter.step(seen, vitals)
         return found
+
+    def end_of_step(self, step: int) -> None:
+        """Notes that the training thread has got through a step."""
+        self.pace.lap()
+        self._watchdog.beat()
+        self._reporter.beat(step)
 
     def save(self, step: int, state: Any, is_last: bool) -> None:
         """Offers a state to the keeper; a state in trouble only after a while.
@@ -115,6 +139,13 @@ class Watch:
         except Exception as error:
             self._failed_save(step, error)
 
+    def _is_old(self, vitals: Vitals) -> bool:
+        """Whether the guard has judged nothing since: a micro-batch was accumulated."""
+        judged = int(np.max(vitals.tally.judged_steps))
+        is_old = 0 < judged == self._judged < np.iinfo(np.int32).max
+        self._judged = judged
+        return is_old
+
     def _carry_out(self, action: Action, seen: Observation) -> None:
         self._reporter.action(action, seen)
         if action.report_only:
@@ -129,7 +160,8 @@ class Watch:
     def _roll_back(self, action: Action, seen: Observation, next_step: int) -> Return:
         try:
             newest = self._data.position - 1
-            found = self.rescue.roll_back(action, self._data, newest)
+            with self._watchdog.asleep():
+                found = self.rescue.roll_back(action, self._data, newest)
         except Exception as error:
             reason = f"{action.reason}; the rollback failed: {error}"
             self._carry_out(Action("stop", reason, action.numbers), seen)
@@ -140,6 +172,7 @@ class Watch:
         self._reporter.action(action, seen)
         self.rescue.note(self._data)
         self._damage.forget()
+        self._judged = -1
         self._reporter.log.flush()
         return found
 

@@ -12,7 +12,16 @@ from typing import Any
 from stabil.telemetry._background import Background
 from stabil.telemetry._run_folder import write_json
 
-STATES = ("starting", "running", "preempted", "stopped", "failed", "ended")
+STATES = (
+    "starting",
+    "running",
+    "paused",
+    "preempted",
+    "hung",
+    "stopped",
+    "failed",
+    "ended",
+)
 
 
 @dataclasses.dataclass(frozen=True)

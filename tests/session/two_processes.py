@@ -49,7 +49,7 @@ def run(folder, process, name, keeper, total, turns=None):
     with session:
         state = jnp.float32(0)
         for step, batch in session.steps(state, batches):
-            ran.append([step, session._open[1]])
+            ran.append([step, session._turns._open[1]])
             state, vitals = train_step(state, batch)
             state = session.end_step(state, vitals)
             if len(ran) == turns:
