@@ -18,7 +18,9 @@ def test_blocks_run(standard_promotion, capsys, tmp_path, monkeypatch):
     assert "BLOCK activations/hidden" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "docs/methods.md"])
+@pytest.mark.parametrize(
+    "name", ["LICENSE", "CHANGELOG.md", "docs/methods.md", "docs/running.md"]
+)
 def test_files_that_it_names_exist(name):
     assert name in README.read_text() or name == "LICENSE"
     assert (README.parent / name).is_file()

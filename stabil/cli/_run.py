@@ -42,6 +42,12 @@ def add_command(commands: Any) -> None:
         default=60.0,
         help="the same until the first step is done (default 60)",
     )
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=120.0,
+        help="time from the request to end to the kill, for a save (default 120)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
@@ -57,6 +63,7 @@ def _run(args: argparse.Namespace) -> int:
         restarts=args.restarts,
         hang_seconds=60.0 * args.hang_minutes,
         start_seconds=60.0 * args.start_minutes,
+        grace_seconds=args.grace_seconds,
     )
     code = supervisor.run()
     if args.json:

@@ -13,7 +13,6 @@ from typing import Any
 from stabil.session._exit import ExitCode
 from stabil.telemetry import Beat, Event, EventLog, read_beat
 
-_GRACE_SECONDS = 30.0  # between the request to end and the kill
 _LIVES = ("starting", "running", "paused")
 _LONG = ("starting", "paused")  # states without steps
 
@@ -36,6 +35,7 @@ class Supervisor:
       start_seconds: the same until the first step is done, for imports and compiling,
         and within `Session.pause`.
       poll_seconds: time between two looks.
+      grace_seconds: time from the request to end to the kill, for the last save.
       pause_seconds: wait before the first restart; doubles while there is no progress.
 
     Raises:
@@ -51,6 +51,7 @@ class Supervisor:
         hang_seconds: float = 600.0,
         start_seconds: float = 3600.0,
         poll_seconds: float = 1.0,
+        grace_seconds: float = 120.0,
         pause_seconds: float = 5.0,
     ):
         if not command:
@@ -69,6 +70,7 @@ class Supervisor:
         self._restarts = restarts
         self._hang, self._start = hang_seconds, start_seconds
         self._poll, self._pause = poll_seconds, pause_seconds
+        self._grace = grace_seconds
         # Furthest step of all starts before this one, and of this one.
         self._furthest = self._newest = -1
         self._asked_to_end = False
@@ -161,7 +163,7 @@ class Supervisor:
     def _end(self, process: subprocess.Popen[Any]) -> None:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_GRACE_SECONDS)
+            process.wait(self._grace)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from stabil.session import ExitCode, Supervisor, _supervisor
+from stabil.session import ExitCode, Supervisor
 from stabil.telemetry import read_events
 
 # Counts its starts in a file and beats as a session does; what it does at each start
@@ -72,15 +72,14 @@ def test_a_process_that_was_asked_to_leave_is_started_again(tmp_path):
     assert supervise(tmp_path, scenario)[:2] == (0, 2)
 
 
-def test_a_hung_process_is_ended_and_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(_supervisor, "_GRACE_SECONDS", 0.2)
+def test_a_hung_process_is_ended_and_started_again(tmp_path):
     scenario = """
         beat(start + 1)
         if start == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # deaf as well
             time.sleep(60)
     """
-    code, starts, _ = supervise(tmp_path, scenario, hang_seconds=0.5)
+    code, starts, _ = supervise(tmp_path, scenario, hang_seconds=0.5, grace_seconds=0.2)
     assert (code, starts) == (0, 2)
     (first, _) = read_events(tmp_path / "run")
     assert re.fullmatch(r"no sign of life for \d+ seconds", first.text)
@@ -95,6 +94,44 @@ def test_a_process_that_never_starts_to_train_is_hung_too(tmp_path):
     """
     code, starts, _ = supervise(tmp_path, scenario, start_seconds=1.0)
     assert (code, starts) == (0, 2)
+
+
+def test_the_most_silent_of_several_processes_counts(tmp_path):
+    scenario = """
+        beat(start + 1)
+        if start == 0:  # the other process of the run has stopped to beat
+            other = dict(step=1, state="running", time=time.time())
+            (folder / "heartbeat-00001.json").write_text(json.dumps(other))
+            for _ in range(500):
+                beat(start + 1)
+                time.sleep(0.02)
+        (folder / "heartbeat-00001.json").unlink()
+    """
+    code, starts, _ = supervise(tmp_path, scenario, hang_seconds=1.0)
+    assert (code, starts) == (0, 2)
+
+
+def test_a_paused_process_has_the_time_of_a_starting_one(tmp_path):
+    scenario = """
+        beat(1, "paused")
+        time.sleep(1.0)
+        beat(2)
+    """
+    code, starts, _ = supervise(tmp_path, scenario, hang_seconds=0.3)
+    assert (code, starts) == (0, 1)
+
+
+def test_the_code_of_another_process_is_not_taken_for_the_own(tmp_path):
+    scenario = """
+        def tell(name, code, pid):
+            beat = dict(step=3, state="failed", exit_code=code, time=time.time())
+            (folder / name).write_text(json.dumps(beat | dict(pid=pid)))
+
+        tell("heartbeat-00001.json", 77, 1)
+        tell("heartbeat.json", 0, os.getpid())
+        sys.exit(0)
+    """
+    assert supervise(tmp_path, scenario)[:2] == (0, 1)
 
 
 def test_an_old_heartbeat_is_not_taken_for_the_new_process(tmp_path):
