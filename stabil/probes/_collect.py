@@ -127,7 +127,7 @@ def read(
     statistics: tuple[str, ...],
     *,
     backward: bool = False,
-    places: Iterable[tuple[str, ...]] | None = None,
+    places: Iterable[tuple[str, ...]] = (),
     due: jax.Array | None = None,
 ) -> tuple[Any, Readings]:
     """Runs a program and reads its taps.
@@ -137,7 +137,7 @@ def read(
       patterns: globs; a tap is read if one matches its name.
       statistics: columns of the readings.
       backward: whether cotangents are read.
-      places: names that a pattern may match without a row; the taps alone if None.
+      places: names that a pattern may match without a row, beside those of the taps.
       due: bool scalar, whether to measure at all; None is always.
     Raises:
       ValueError: a pattern matches no place.
@@ -157,8 +157,7 @@ def read(
         merge=lambda packed: _reduce.merge_packed(packed, groups),
     )
     jaxpr = program.closed.jaxpr
-    known = names_in(jaxpr) if places is None else places
-    _select.require_matches(patterns, known)
+    _select.require_matches(patterns, dict.fromkeys([*places, *names_in(jaxpr)]))
     outs, nodes, values = _harvest.evaluate(harvest, jaxpr, program.closed.consts, ())
     if harvest.missed:
         _warn_missed(harvest.missed)

@@ -10,7 +10,7 @@ import jax
 
 from stabil.probes import _collect, _select
 from stabil.probes._cadence import Probe
-from stabil.probes._tap import FORWARD, PLACE, tap_tree
+from stabil.probes._tap import FORWARD, PLACE, inside_module, tap_tree
 from stabil.vocabulary import Readings
 
 _context = jax.make_user_context(None)
@@ -128,7 +128,8 @@ class _Seen:
             args, kwargs = self.tap_inputs(names[0], args, kwargs)
         self.stack.append(call)
         try:
-            out = next_fun(*args, **kwargs)
+            with inside_module("/".join(call.path)):
+                out = next_fun(*args, **kwargs)
         finally:
             self.stack.pop()
         if self.stack:

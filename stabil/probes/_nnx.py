@@ -13,7 +13,7 @@ from flax import nnx
 
 from stabil.probes import _collect, _select
 from stabil.probes._cadence import Probe
-from stabil.probes._tap import FORWARD, PLACE, tap_tree
+from stabil.probes._tap import FORWARD, PLACE, inside_module, tap_tree
 from stabil.vocabulary import Readings
 
 # Where a module is, as a static attribute of a copy: it survives the splitting and
@@ -140,8 +140,10 @@ class _Seen:
             args = tuple(both[str(i)] for i in range(len(args)))
             kwargs = {k: both[k] for k in kwargs}
         self.running.append(module)
+        path = "" if name == type(self.probe.model).__name__ else name
         try:
-            out = original(module, *args, **kwargs)
+            with inside_module(path):
+                out = original(module, *args, **kwargs)
         finally:
             self.running.pop()
         self.places[(name,)] = type(module)

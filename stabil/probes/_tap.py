@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -19,11 +22,27 @@ PLACE = "place"  # a tap that nobody reads: it says that the place exists
 tap_p = Primitive("stabil_tap")
 # Stands on the tangent of a tapped value; its transpose is a tap on the cotangent.
 mark_p = Primitive("stabil_mark")
+# The identity of its first operand, which keeps the others in the program: what nobody
+# uses is dropped when a scan or a checkpoint is differentiated.
+beside_p = Primitive("stabil_beside")
 
 for _p in (tap_p, mark_p):
     _p.def_impl(lambda x, **_: x)
     _p.def_abstract_eval(lambda x, **_: x)
     mlir.register_lowering(_p, lambda ctx, x, **_: [x])
+
+
+beside_p.def_impl(lambda x, *_: x)
+beside_p.def_abstract_eval(lambda x, *_: x)
+mlir.register_lowering(beside_p, lambda ctx, x, *_: [x])
+batching.primitive_batchers[beside_p] = lambda args, dims: (
+    beside_p.bind(*args),
+    dims[0],
+)
+ad.primitive_jvps[beside_p] = lambda primals, tangents: (
+    beside_p.bind(*primals),
+    tangents[0],
+)
 
 
 def _batch(primitive: Primitive) -> Any:
@@ -108,3 +127,34 @@ def tap_tree(
             x = tap_p.bind(jnp.asarray(x), **named)
         out.append(x)
     return jax.tree.unflatten(treedef, out)
+
+
+_module = contextvars.ContextVar("stabil_module", default="")
+
+
+@contextlib.contextmanager
+def inside_module(path: str) -> Generator[None]:
+    """While this holds, values tapped beside others belong to a module."""
+    token = _module.set(path)
+    try:
+        yield
+    finally:
+        _module.reset(token)
+
+
+def tap_beside(x: jax.Array, sides: Mapping[str, jax.Array], name: str) -> jax.Array:
+    """Names values that are computed only to be read, and returns `x`.
+
+    They cost nothing in a program that is not collected, and have no gradient.
+
+    Args:
+      x: an array that the program goes on with.
+      sides: values by name.
+      name: slash path of the place; below that of the module inside a probed model.
+    """
+    held = []
+    for side, value in sides.items():
+        path = "/".join(part for part in (_module.get(), name, side) if part)
+        value = jax.lax.stop_gradient(value)
+        held.append(tap_tree(value, path, "", backward=False))
+    return beside_p.bind(x, *held)
