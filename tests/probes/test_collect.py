@@ -230,6 +230,20 @@ def test_shardings_of_an_inner_jit_survive():
     assert readings["absmax"] == 2.0
 
 
+def test_names_for_the_profiler_survive():
+    def f(x):
+        with jax.named_scope("outer"):
+            return jax.lax.scan(named, x, W)[0]
+
+    def named(x, w):
+        with jax.named_scope("inner"):
+            return tap(jnp.tanh(w @ x), "v"), None
+
+    text = jax.jit(collect(f)).lower(X).as_text(debug_info=True)
+    for name in ("outer/(scan|while)", '"inner/tanh"', '"inner/stabil/'):
+        assert re.search(name, text)
+
+
 def test_a_step_traced_before_is_still_seen():
     @jax.jit
     def step(x):

@@ -117,6 +117,20 @@ class Nested(nn.Module):
         return block.apply(self.param("inner", lambda key: block.init(key, x)), x)
 
 
+class ScannedApply(nn.Module):
+    """A functional apply inside a plain scan, over stacked parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = Block(parent=None)
+
+        def make(key):
+            return jax.vmap(lambda k: block.init(k, x))(jax.random.split(key, 3))
+
+        stacked = self.param("stacked", make)
+        return jax.lax.scan(lambda x, v: (block.apply(v, x), None), x, stacked)[0]
+
+
 class Remat(nn.Module):
     """A checkpointed method."""
 
@@ -169,6 +183,17 @@ MODELS = {
     "nested apply": (
         Nested(),
         (*(f"Nested/Block/{n}" for n in BLOCK), "Nested/Block", "Nested"),
+    ),
+    "scanned apply": (
+        ScannedApply(),
+        (
+            *(
+                f"ScannedApply/Block{n}[{i}]"
+                for i in range(3)
+                for n in (*(f"/{n}" for n in BLOCK), "")
+            ),
+            "ScannedApply",
+        ),
     ),
     "map_variables": (
         Net(
@@ -405,6 +430,38 @@ def test_vmap_of_apply_adds_an_axis():
     _, readings = jax.vmap(probed.apply, in_axes=(None, 0))(variables, X[:, None])
     assert readings.values.shape == (4, len(names), 4)
     assert readings["absmax"].shape == (4, len(names))
+
+
+class Noted(nn.Module):
+    """A layer that keeps notes of its own, and boxes its parameter."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        init = nn.with_partitioning(nn.initializers.ones_init(), ("model",))
+        x = x * self.param("scale", init, (8,))
+        nn.Dense(8, name="unused")(x)
+        self.sow("intermediates", "note", jnp.sum(x))
+        return x, None
+
+
+@pytest.mark.parametrize("axes", [{"params": 0}, {"params": 0, "intermediates": 0}])
+def test_collections_of_the_models_own_boxes_and_dead_code(axes):
+    metadata = {nn.PARTITION_NAME: "layer"}
+    model = Net(
+        lambda _, x: _scan(Noted, axes, metadata_params=metadata)(name="n")(x, None)[0]
+    )
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert isinstance(variables["params"]["n"]["scale"], nn.Partitioned)
+
+    def run(apply):
+        return lambda v: apply(v, X, mutable=["intermediates"])
+
+    want = jax.eval_shape(run(model.apply), variables)
+    got, readings = jax.eval_shape(run(probe(model).apply), variables)
+    assert got == want
+    assert ("intermediates" in got[1]) == ("intermediates" in axes)
+    per = ("n/unused", "n")
+    assert readings.names == (*(f"{n}[{i}]" for i in range(3) for n in per), "Net")
 
 
 class Inherited(Block):

@@ -133,6 +133,48 @@ def test_rows_bits_and_state(kind):
     assert np.isfinite(readings.values).all() and readings["absmax"].min() > 0
 
 
+class Branches(nnx.Module):
+    """A block on one side of a condition, in a plain scan over its split state."""
+
+    def __init__(self, rngs):
+        self.block = Block(rngs)
+
+    def __call__(self, x):
+        x = nnx.cond(x[0, 0] > 0, lambda m, x: m(x), lambda m, x: 2 * x, self.block, x)
+        graph, state = nnx.split(self.block)
+
+        def turn(x, _):
+            return nnx.merge(graph, state)(x), None
+
+        return jax.lax.scan(turn, x, None, length=2)[0]
+
+
+def test_a_condition_and_a_plain_scan_over_split_state():
+    readings = jax.eval_shape(lambda: probe(Branches(nnx.Rngs(0)))(X)[1])
+    per = ("block/up", "block/down", "block")
+    assert readings.names == (
+        *per,
+        *(f"{n}#2[{i}]" for i in range(2) for n in per),
+        "Branches",
+    )
+
+
+def test_a_function_that_was_traced_before_is_seen():
+    run = nnx.jit(lambda block, x: block(x))
+
+    class Reused(Shared):
+        def __call__(self, x):
+            return run(self.block, x)
+
+    def both():
+        model = Reused(nnx.Rngs(0))
+        return model(X), probe(model, where="block")(X)[1], probe(model)(X)[1]
+
+    _, one, all_ = jax.eval_shape(both)
+    assert one.names == ("block",)
+    assert all_.names == ("block/up", "block/down", "block", "Reused")
+
+
 @pytest.mark.parametrize(
     ("kind", "where", "want"),
     [

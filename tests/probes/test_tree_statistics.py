@@ -2,11 +2,13 @@
 
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from stabil.probes import tree_statistics
 
@@ -52,6 +54,24 @@ def test_moments_of_an_optimizer(rng):
     readings = tree_statistics(state, where="**/nu/**", stats="max")
     assert readings.names == ("0/nu/w",)
     np.testing.assert_allclose(readings["max"], 1e-3 * jnp.max(params["w"] ** 2))
+
+
+def test_boxes_masks_and_variables_are_no_obstacle():
+    w = jnp.array([3.0, -4.0])
+    tx = optax.masked(optax.trace(0.9), {"w": True, "frozen": False})
+    params = {"w": w, "frozen": w}
+    boxed = nn.Partitioned(w, ("model",))
+    trees = (
+        {"a": boxed, "b": nn.LogicallyPartitioned(w, ("embed",))},
+        tx.init(params),
+        nnx.state(nnx.List([nnx.Param(w), nnx.Param(2 * w)])),
+    )
+
+    def names(tree):
+        run = jax.eval_shape(lambda: tree_statistics(tree, stats="absmax"))
+        return tuple(n.removesuffix("/value") for n in run.names)
+
+    assert [*map(names, trees)] == [("a", "b"), ("inner_state/trace/w",), ("0", "1")]
 
 
 def test_nothing_to_measure_gives_no_row():
