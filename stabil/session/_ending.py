@@ -65,6 +65,7 @@ class Ending:
         self._reporter.record(Event(action="hung", text=text))
         self._reporter.heart.beat(self._reporter.newest, "hung", exit_code=code)
         self._reporter.log.flush(timeout_seconds=2.0)
+        self._reporter.desk.close(timeout_seconds=5.0)
         self._reporter.heart.close()
         os._exit(code)
 

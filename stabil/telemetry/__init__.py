@@ -14,10 +14,11 @@ from stabil.telemetry._log import EventLog as EventLog
 from stabil.telemetry._log import read_events as read_events
 from stabil.telemetry._parquet import to_parquet as to_parquet
 from stabil.telemetry._progress import ProgressLine as ProgressLine
+from stabil.telemetry._prometheus import Prometheus as Prometheus
+from stabil.telemetry._prometheus import PrometheusPort as PrometheusPort
 from stabil.telemetry._run_folder import RunFolder as RunFolder
 from stabil.telemetry._sinks import Apprise as Apprise
 from stabil.telemetry._sinks import MLflow as MLflow
-from stabil.telemetry._sinks import Prometheus as Prometheus
 from stabil.telemetry._sinks import ScalarLog as ScalarLog
 from stabil.telemetry._sinks import TensorBoard as TensorBoard
 from stabil.telemetry._sinks import WeightsAndBiases as WeightsAndBiases
@@ -34,6 +35,7 @@ __all__ = [
     "MLflow",
     "ProgressLine",
     "Prometheus",
+    "PrometheusPort",
     "RunFolder",
     "ScalarLog",
     "Sink",

@@ -20,6 +20,7 @@ SEVERITY = {
     "stop": "critical",
     "save_failed": "critical",
     "failed": "critical",
+    "hung": "critical",
 }
 
 

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import time
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -107,64 +106,6 @@ class MLflow:
         metrics = [Metric(k, float(v), now, step) for k, v in scalars.items()]
         for start in range(0, len(metrics), 1000):  # the server's limit
             self._client.log_batch(self._run_id, metrics=metrics[start : start + 1000])
-
-
-class Prometheus:
-    """Keeps a text file for the textfile collector of Prometheus's node exporter.
-
-    A file and no port: it needs no permission and survives the process. Replaced in one
-    step, at most every `every_seconds` and when the run ends.
-
-    Args:
-      path: file; its name must end in `.prom` for the collector.
-      every_seconds: shortest time between two writes.
-      labels: labels of every metric, for example `{"run": "a7"}`.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        every_seconds: float = 5.0,
-        labels: Mapping[str, str] | None = None,
-    ):
-        self._path = pathlib.Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._every, self._at = every_seconds, -math.inf
-        # JSON's quoting of text is that of the exposition format.
-        pairs = [
-            f"{_name(k)}={json.dumps(v, ensure_ascii=False)}"
-            for k, v in (labels or {}).items()
-        ]
-        self._labels = f"{{{','.join(pairs)}}}" if pairs else ""
-        self._text = ""
-
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        lines = []
-        for name, value in {"step": step, **scalars}.items():
-            name = f"stabil_{_name(name)}"
-            lines.append(
-                f"# TYPE {name} gauge\n{name}{self._labels} {_number(value)}\n"
-            )
-        self._text = "".join(lines)
-        if time.monotonic() - self._at >= self._every:
-            self.flush()
-
-    def flush(self) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        temporary.write_text(self._text)
-        os.replace(temporary, self._path)
-        self._at = time.monotonic()
-
-
-def _name(text: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9_]", "_", text)
-
-
-def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(value)
-    return {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN")
 
 
 class Apprise:

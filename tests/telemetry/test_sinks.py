@@ -9,6 +9,7 @@ import math
 import re
 import sys
 import threading
+import urllib.request
 
 import pytest
 
@@ -18,7 +19,9 @@ from stabil.telemetry import (
     EventLog,
     MLflow,
     Prometheus,
+    PrometheusPort,
     ScalarLog,
+    SinkChannel,
     TensorBoard,
     WeightsAndBiases,
     read_events,
@@ -144,6 +147,37 @@ def test_prometheus_file_is_whole_and_in_the_format(tmp_path):
         r'stabil_z{run="a\"7"} 1e-09',
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["stabil.prom"]
+
+
+def test_a_prometheus_port_answers_with_the_newest_numbers():
+    parser = pytest.importorskip("prometheus_client.parser")
+    sink = PrometheusPort(0, labels={"run": "a7"})
+    url = f"http://localhost:{sink.port}/metrics"
+    try:
+        for step in (1, 2):
+            sink.write_scalars(step, {"grads/global_norm": 0.5 * step, "x": math.inf})
+        with urllib.request.urlopen(url, timeout=10) as page:
+            families = parser.text_string_to_metric_families(page.read().decode())
+            samples = [s for family in families for s in family.samples]
+    finally:
+        sink.close()
+    assert [(s.name, s.labels, s.value) for s in samples] == [
+        ("stabil_step", {"run": "a7"}, 2.0),
+        ("stabil_grads_global_norm", {"run": "a7"}, 1.0),
+        ("stabil_x", {"run": "a7"}, math.inf),
+    ]
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url, timeout=1)
+
+
+def test_a_clu_writer_is_a_sink_as_it_is(tmp_path):
+    metric_writers = pytest.importorskip("clu.metric_writers")
+    channel = SinkChannel(metric_writers.SummaryWriter(str(tmp_path)))
+    channel.put(7, lambda: SCALARS)
+    channel.close(timeout_seconds=30)
+    assert channel.lost == 0
+    (file,) = tmp_path.glob("events*")
+    assert b"grads/global_norm" in file.read_bytes()
 
 
 def test_apprise_gets_severity_and_its_failure_is_an_error():
