@@ -20,6 +20,7 @@ from stabil.checkpoints import (
     _manifest,
     _offline,
     _points,
+    _position,
     _processes,
     _restoring,
     _rollback,
@@ -146,6 +147,7 @@ class Keeper:
         state: Any,
         *,
         extra: dict[str, Any] | None = None,
+        data: Any = None,
         metric: float | None = None,
         force: bool = False,
     ) -> bool:
@@ -159,6 +161,8 @@ class Keeper:
           state: any pytree of arrays, PRNG keys, numbers and text. The next train step
             may donate it.
           extra: JSON-able, for example the position in the data.
+          data: an iterator with `get_state` and `set_state`, such as Grain's; where it
+            stands is kept with the step, for each process.
           metric: number by which `KeepAlso` ranks the step, for example a validation
             loss. A step whose metric is NaN or infinite becomes suspect.
           force: save whether due or not.
@@ -169,14 +173,15 @@ class Keeper:
             training may go on.
           ValueError: the step does not lie after the last one, or the folder holds
             steps and none was restored.
-          TypeError: the state or `extra` cannot be saved.
+          TypeError: the state, `extra` or the position of `data` cannot be saved.
         """
         step = _whole_number(step)
         self._saver.wait(only_if_done=True)
         if not force and not self.due(step):
             return False
         extra = _as_json(extra)
-        self._saver.begin(step, state, extra, _as_metric(metric))
+        position = _position.taken(data)
+        self._saver.begin(step, state, extra, position, _as_metric(metric))
         self._cadence.saved(step)
         if _processes.anywhere(self._asked()):
             self._saved_on_signal = True
@@ -235,7 +240,12 @@ class Keeper:
         self._signals.start(signals)
 
     def snapshot(
-        self, step: int, state: Any, *, extra: dict[str, Any] | None = None
+        self,
+        step: int,
+        state: Any,
+        *,
+        extra: dict[str, Any] | None = None,
+        data: Any = None,
     ) -> None:
         """Copies a state to host memory, the first level that a rollback looks at.
 
@@ -245,8 +255,10 @@ class Keeper:
           step: number of the state, >= 0.
           state: as for `save`.
           extra: as for `save`.
+          data: as for `save`.
         """
-        self._ring.take(_whole_number(step), state, _as_json(extra))
+        position = _position.as_saved(_position.taken(data))
+        self._ring.take(_whole_number(step), state, _as_json(extra), position)
 
     def wait(self) -> None:
         """Waits for the save in flight.
@@ -347,7 +359,9 @@ class Keeper:
 
     # --- going back ------------------------------------------------------------------
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, data: Any = None
+    ) -> Restored:
         """The newest healthy state, checked against its digests.
 
         Damage is not an end: the step becomes suspect and the next older healthy one is
@@ -359,11 +373,13 @@ class Keeper:
             `jax.eval_shape(make_state)`; a real state does as well. A leaf without a
             sharding goes to the first device.
           step: a certain step, whatever its tag; then nothing else is tried.
+          data: an iterator to set to where it stood at that step; left as it is by
+            default.
         Raises:
           NoHealthyStepError: nothing to choose from.
           DamagedError: the step, or every healthy one, is damaged.
           StructureError: the leaves differ.
-          ValueError: there is no such step.
+          ValueError: there is no such step, or no position for `data` in it.
         """
         notes = self._saver.settle()
         with self._lock:
@@ -373,7 +389,7 @@ class Keeper:
                 raise ValueError(_offline.no_such_step(self._folder, step))
             else:
                 restored = _restoring.from_disk(self._folder, step, abstract_state)
-            return self._stand_on(restored, notes)
+            return self._stand_on(restored, notes, data)
 
     def rollback(
         self,
@@ -382,6 +398,7 @@ class Keeper:
         reason: str = "",
         *,
         extra: dict[str, Any] | None = None,
+        data: Any = None,
     ) -> Restored:
         """Goes back to the newest healthy step below `before`.
 
@@ -395,6 +412,7 @@ class Keeper:
           reason: why, for people.
           extra: JSON-able and kept with the rollback, see `rollbacks`; for example the
             data to skip, which then survives a kill.
+          data: as for `restore`; the batches to leave out are the caller's to draw.
         Raises:
           NoHealthyStepError: no healthy step lies before.
           DamagedError: all that do are damaged.
@@ -427,7 +445,7 @@ class Keeper:
                     restored = _restoring.at(
                         self._folder, self._ring, target, abstract_state
                     )
-                    return self._stand_on(restored, notes)
+                    return self._stand_on(restored, notes, data)
             except DamagedError as error:
                 notes.append(f"step {target} was passed over: {error}")
                 limit = target
@@ -480,9 +498,10 @@ class Keeper:
         """Every rollback of this run, oldest first: target, before, reason, extra."""
         return _processes.decide(lambda: _rollback.records(self._folder))
 
-    def _stand_on(self, restored: Restored, notes: list[str]) -> Restored:
+    def _stand_on(self, restored: Restored, notes: list[str], data: Any) -> Restored:
         self._saver.base = restored.step
         self._cadence.saved(restored.step)
+        _position.put_back(data, restored.positions, restored.step)
         if restored.source == "disk":
             manifest = self._folder.manifest(restored.step)
             notes = [*notes, *_manifest.differences(manifest, self._config)]

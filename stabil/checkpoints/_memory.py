@@ -42,6 +42,7 @@ class Snapshot:
     pieces: list[Pieces | None]
     extra: str
     statistics: set[tuple[str, ...]]
+    positions: dict[str, Any]
     tag: str = "pending"
     lent: bool = False
 
@@ -119,7 +120,9 @@ class Ring:
         # Forgotten snapshots, whose memory the next ones take over.
         self._spare: list[Snapshot] = []
 
-    def take(self, step: int, state: Any, extra: dict[str, Any] | None) -> None:
+    def take(
+        self, step: int, state: Any, extra: dict[str, Any], positions: dict[str, Any]
+    ) -> None:
         """Copies a state, dropping the oldest snapshot when the ring is full."""
         leaves, values, _ = _leaves.flatten(state)
         if not self._size:
@@ -139,8 +142,10 @@ class Ring:
                     _copy(_shards(leaf, value), slot.pieces[n] if slot else None)
                 )
         other = [_not_array(x, v) for x, v in zip(leaves, values, strict=True)]
-        text, statistics = json.dumps(extra or {}), _leaves.statistics(state)
-        self._kept.append(Snapshot(step, leaves, other, pieces, text, statistics))
+        text, statistics = json.dumps(extra), _leaves.statistics(state)
+        self._kept.append(
+            Snapshot(step, leaves, other, pieces, text, statistics, positions)
+        )
 
     def _forget(self, snapshot: Snapshot) -> None:
         if not snapshot.lent and len(self._kept) + len(self._spare) < self._size:

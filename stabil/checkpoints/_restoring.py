@@ -23,6 +23,7 @@ class Restored:
       extra: the JSON that was saved with it.
       notes: what happened on the way, for people; empty when nothing did.
       source: `disk` or `memory`.
+      positions: where the data stood, by the index of the process.
     """
 
     state: Any
@@ -30,6 +31,7 @@ class Restored:
     extra: dict[str, Any]
     notes: tuple[str, ...] = ()
     source: str = "disk"
+    positions: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def with_notes(restored: Restored, before: list[str]) -> Restored:
@@ -85,7 +87,8 @@ def from_disk(folder: Folder, step: int, abstract_state: Any) -> Restored:
         text = "; ".join([problem, *_manifest.changed_files(manifest, path)])
         _processes.decide(lambda: _condemn(folder, step, text))
         raise DamagedError(text)
-    return Restored(state, step, manifest["extra"])
+    positions = manifest.get("positions", {})
+    return Restored(state, step, manifest["extra"], positions=positions)
 
 
 def _condemn(folder: Folder, step: int, cause: str) -> None:
@@ -100,7 +103,8 @@ def at(folder: Folder, ring: Ring, step: int, abstract_state: Any) -> Restored:
     snapshot = ring.find(step)
     if snapshot is not None and snapshot.tag == "healthy":
         state = ring.restore(snapshot, abstract_state)
-        return Restored(state, step, json.loads(snapshot.extra), source="memory")
+        extra = json.loads(snapshot.extra)
+        return Restored(state, step, extra, (), "memory", snapshot.positions)
     return from_disk(folder, step, abstract_state)
 
 

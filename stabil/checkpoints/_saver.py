@@ -50,7 +50,12 @@ class Saver:
         self._swept = False
 
     def begin(
-        self, step: int, state: Any, extra: dict[str, Any], metric: float | None = None
+        self,
+        step: int,
+        state: Any,
+        extra: dict[str, Any],
+        position: Any = None,
+        metric: float | None = None,
     ) -> None:
         """Begins to save; waits for the save before it.
 
@@ -69,6 +74,7 @@ class Saver:
                     step,
                     state,
                     extra=extra,
+                    position=position,
                     metric=metric,
                     config=self._config,
                     compress=self._compress,

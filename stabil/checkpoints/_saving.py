@@ -16,6 +16,7 @@ from stabil.checkpoints import (
     _leaves,
     _manifest,
     _points,
+    _position,
     _processes,
     _store,
 )
@@ -34,6 +35,7 @@ class Job:
       step: its number; no folder of that name may exist.
       state: any pytree; may be donated as soon as this returns.
       extra: JSON-able.
+      position: of the data on this process, or None.
       metric: kept with the step, or None.
       config: JSON-able.
       compress: whether Orbax compresses arrays.
@@ -51,6 +53,7 @@ class Job:
         state: Any,
         *,
         extra: dict[str, Any],
+        position: Any,
         metric: float | None,
         config: dict[str, Any],
         compress: bool,
@@ -60,6 +63,7 @@ class Job:
         self.error: BaseException | None = None
         self._folder, self._then = folder, then
         self._extra, self._metric, self._config = extra, metric, config
+        self._positions = _position.as_saved(position)
         self._leaves, values, treedef = _leaves.flatten(state)
         values = [
             _leaves.to_disk(x, v) for x, v in zip(self._leaves, values, strict=True)
@@ -104,7 +108,11 @@ class Job:
         return self._folder.path(self.step) / f"stabil-part-{process}.json"
 
     def _write_part(self, digests: list[Digest]) -> None:
-        part = {"save": self.step, "digests": [list(d) for d in digests]}
+        part = {
+            "save": self.step,
+            "digests": [list(d) for d in digests],
+            "positions": self._positions,
+        }
         _files.write_sealed(self._part(jax.process_index()), part)
 
     def _with_other_parts(self, digests: list[Digest]) -> list[Digest]:
@@ -119,8 +127,10 @@ class Job:
                         f"{self.step} in {PART_SECONDS} seconds"
                     )
                 time.sleep(0.01)
-            part = _files.read_sealed(path)["digests"]
-            digests = [a + Digest(*b) for a, b in zip(digests, part, strict=True)]
+            part = _files.read_sealed(path)
+            self._positions |= part["positions"]
+            pairs = zip(digests, part["digests"], strict=True)
+            digests = [a + Digest(*b) for a, b in pairs]
         return digests
 
     def _write_manifest(self, digests: list[Any]) -> None:
@@ -139,6 +149,7 @@ class Job:
             "config": self._config,
             "extra": self._extra,
             "metric": self._metric,
+            "positions": self._positions,
             "files": _manifest.files(path),
             "leaves": _manifest.describe(
                 self._leaves, self._python, digests, self._statistics

@@ -15,6 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stabil.checkpoints import Keeper, verify
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from two_worker import Data  # noqa: E402
+
 WORKER = pathlib.Path(__file__).parent / "two_worker.py"
 
 
@@ -72,6 +76,9 @@ def test_one_process_restores_what_two_saved(folder):
         assert restored.state[name].sharding == target[name].sharding
     assert restored.state["epoch"] == 20 and restored.state["host"][0] == 20
     assert all(found.ok for found in verify(folder))
+    text = "needed a position of the data in step 10 for each of 1 processes, got those"
+    with pytest.raises(ValueError, match=f"^{text} of 2 processes: "):
+        keeper.restore(target, step=10, data=Data())
 
 
 def test_damage_sends_both_to_the_same_older_step(folder, tmp_path):

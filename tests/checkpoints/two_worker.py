@@ -44,15 +44,32 @@ def equal(state, expected):
             np.testing.assert_array_equal(state[name], x)
 
 
+class Data:
+    """An iterator with a state, which is another one on each process."""
+
+    def __init__(self, at=-1):
+        self.at = at
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
 def together(keeper, mesh):
     state = lambda step: make_state(mesh, step)  # noqa: E731
     for step in (10, 20):
-        assert keeper.save(step, state(step), extra={"data": step}, force=True)
+        data = Data(step + jax.process_index())
+        extra = {"data": step}
+        assert keeper.save(step, state(step), extra=extra, data=data, force=True)
         keeper.wait()
     assert keeper.mark(10, "healthy") == "healthy"
     equal(keeper.restore(state(0)).state, state(10))
-    back = keeper.rollback(state(0), 20, "spike")
+    data = Data()
+    back = keeper.rollback(state(0), 20, "spike", data=data)
     assert back.step == 10 and back.extra == {"data": 10}
+    assert data.at == 10 + jax.process_index()
     equal(back.state, state(10))
     keeper.snapshot(15, state(15))
     keeper.mark(15, "healthy")

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import stabil
-from stabil.checkpoints import Keeper
+from stabil.checkpoints import Keeper, _points
 from stabil.session import Session, apply_gradients
 from stabil.telemetry import read_events
 
@@ -141,6 +141,31 @@ def test_parameters_that_turn_nan_are_restored_and_named(tmp_path):
     assert np.all(np.isfinite(state["params"]["w"])) and summary["rollbacks"] == 1
     (event,) = [e for e in read_events(tmp_path / "run") if e.action == "rollback"]
     assert event.text.startswith("params/w is not finite") and event.step == 67
+
+
+@pytest.mark.parametrize("point", ["orbax_committed", "manifest_written"])
+def test_a_kill_before_the_first_tag_is_no_end(tmp_path, monkeypatch, point):
+    """The first state is on the disk, whole or half made, and nobody has judged it."""
+
+    def killed(name):
+        if name == point:
+            raise SystemExit
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(_points, "reached", killed)
+        keeper = Keeper(tmp_path / "steps", save_every=2)
+        Session(run, checkpoints=keeper).steps(first_state(), batch_for_step)
+        keeper._saver._job.wait()
+    keeper = Keeper(tmp_path / "steps", save_every=2)
+    half_made = point == "orbax_committed"
+    assert keeper.steps() == ({} if half_made else {0: "pending"})
+    with Session(run, checkpoints=keeper, total_steps=4) as session:
+        state = first_state()
+        for _, batch in session.steps(state, batch_for_step):
+            state, vitals = train_step(state, batch, session.controls)
+            state = session.end_step(state, vitals)
+    assert keeper.steps() == {0: "healthy", 2: "healthy", 4: "healthy"}
 
 
 @pytest.mark.parametrize("bad", [set(), {35, 36, 37}])
