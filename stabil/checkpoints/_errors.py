@@ -20,4 +20,4 @@ class DamagedError(RuntimeError):
 
 
 class SaveFailedError(RuntimeError):
-    """A save that ran in the background did not end; its step is not on disk."""
+    """What should be on the disk is not: a step, a tag or the intent to go back."""

@@ -27,6 +27,17 @@ def fsync_path(path: pathlib.Path) -> None:
         os.close(handle)
 
 
+def try_to_write(folder: pathlib.Path) -> None:
+    """Makes and removes a folder.
+
+    Raises:
+      OSError: nothing can be written there.
+    """
+    aside = folder / (TEMPORARY + uuid.uuid4().hex[:8])
+    aside.mkdir()
+    aside.rmdir()
+
+
 def _checksum(payload: dict[str, Any]) -> str:
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
@@ -43,10 +54,14 @@ def write_sealed(path: pathlib.Path, payload: dict[str, Any]) -> None:
     payload = json.loads(json.dumps(payload))
     text = json.dumps({"crc32": _checksum(payload), **payload}, indent=1) + "\n"
     aside = path.with_name(TEMPORARY + path.name + "-" + uuid.uuid4().hex[:8])
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     _points.reached("written_aside")
     os.replace(aside, path)
     fsync_path(path.parent)

@@ -234,8 +234,14 @@ class Folder:
 
     def delete(self, path: pathlib.Path, reason: str) -> None:
         """Deletes a step's folder, whole or not at all for every reader."""
+        log = self.root / "deletions.jsonl"
         record = {"path": str(path.relative_to(self.root)), "reason": reason}
-        _files.append_line(self.root / "deletions.jsonl", record)
+        try:
+            _files.append_line(log, record)
+            logged = True
+        except OSError:
+            # The disk may be full, and what goes makes room for the line.
+            logged = False
         _points.reached("deletion_logged")
         trash = self.root / TRASH
         trash.mkdir(exist_ok=True)
@@ -244,6 +250,8 @@ class Folder:
         _files.fsync_path(self.root)
         _points.reached("step_in_trash")
         shutil.rmtree(gone, ignore_errors=True)
+        if not logged:
+            _files.append_line(log, record)
 
     def sweep(self) -> None:
         """Ends deletions and removes saves that a kill cut short."""

@@ -304,6 +304,7 @@ class Keeper:
           The tag that the step has now; `pending` while its save is in flight.
         Raises:
           ValueError: there is no such step or tag.
+          SaveFailedError: the tag cannot be written; it is what it was.
         """
         _offline.require_tag(tag)
         verdict = Verdict(tag, cause, by, _as_metric(metric))
@@ -317,7 +318,10 @@ class Keeper:
 
     def _judge(self, step: int, verdict: Verdict) -> str:
         if step in self._folder.steps():
-            return self._folder.tag(step, *verdict)
+            try:
+                return self._folder.tag(step, *verdict)
+            except OSError as error:
+                raise self._saver.not_written(f"tag of step {step}", error) from error
         if self._saver.in_flight(step):
             self._saver.judge_on_landing(verdict)
             return "pending"
@@ -417,6 +421,7 @@ class Keeper:
           NoHealthyStepError: no healthy step lies before.
           DamagedError: all that do are damaged.
           StructureError: the leaves differ.
+          SaveFailedError: the disk cannot be written; nothing was changed.
         """
         extra, notes, limit = _as_json(extra), [], before
         while True:
@@ -424,15 +429,8 @@ class Keeper:
             if target is None:
                 raise _restoring.none_left(self._folder, before, notes)
             _restoring.compare(self._folder, self._ring, target, abstract_state)
-            _processes.decide(
-                lambda target=target: _rollback.begin(
-                    self._folder,
-                    target=target,
-                    before=before,
-                    reason=reason,
-                    extra=extra,
-                )
-            )
+            intent = dict(target=target, before=before, reason=reason, extra=extra)
+            _processes.decide(lambda intent=intent: self._intend(intent))
             try:
                 notes += self._saver.settle()
                 _points.reached("save_settled")
@@ -449,6 +447,12 @@ class Keeper:
             except DamagedError as error:
                 notes.append(f"step {target} was passed over: {error}")
                 limit = target
+
+    def _intend(self, intent: dict[str, Any]) -> None:
+        try:
+            _rollback.begin(self._folder, **intent)
+        except OSError as error:
+            raise self._saver.not_written("intent to go back", error) from error
 
     def adopt(
         self,

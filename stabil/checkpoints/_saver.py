@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
-from stabil.checkpoints import _manifest, _processes, _retention, _rollback
+from stabil.checkpoints import _files, _manifest, _processes, _retention, _rollback
 from stabil.checkpoints._errors import SaveFailedError
 from stabil.checkpoints._folder import Folder, Verdict
 from stabil.checkpoints._retention import KeepAlso
@@ -113,6 +114,7 @@ class Saver:
             job.error = RuntimeError("another process could not save its part")
         if job.error is not None:
             self._marks.clear()
+            self._free_space()
             if job.step in self._folder.steps():
                 raise SaveFailedError(
                     f"step {job.step} was saved, but what follows a save failed: "
@@ -123,6 +125,12 @@ class Saver:
             if _processes.is_first():
                 self._folder.log("save_failed", step=job.step, cause=repr(job.error))
             raise self._failure(job.step, job.error) from job.error
+
+    def _free_space(self) -> None:
+        """Removes what a failed save left: a full disk would stay full of it."""
+        if _processes.is_first():
+            with self.lock, contextlib.suppress(OSError):
+                self._folder.sweep()
 
     def settle(self) -> list[str]:
         """Waits; a failure comes back as a note."""
@@ -140,6 +148,14 @@ class Saver:
             f"older was touched and the newest healthy step is {healthy}: look at the "
             f"space and the permissions of {self._folder.root}, then go on; the next "
             "save that is due is tried as usual"
+        )
+
+    def not_written(self, what: str, error: OSError) -> SaveFailedError:
+        """The error for a small file that the disk did not take."""
+        return SaveFailedError(
+            f"the {what} was not written: {type(error).__name__}: {error}. Nothing was "
+            f"changed: look at the space and the permissions of {self._folder.root}, "
+            "then ask again"
         )
 
     def _make_room(self, step: int) -> None:
@@ -167,6 +183,11 @@ class Saver:
         if not self._swept:
             self._folder.sweep()
             self._swept = True
+        try:
+            # Orbax's threads would wait minutes for a folder that cannot be made.
+            _files.try_to_write(self._folder.root)
+        except OSError as error:
+            raise self._failure(step, error) from error
 
     def _landed(self, step: int) -> None:
         """Runs in the background when a step is whole on disk."""

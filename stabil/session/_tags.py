@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -35,6 +34,8 @@ class HealthTags:
         cadence = getattr(keeper, "save_every", None) or after_steps
         self.after_steps = max(1, min(after_steps, int(cadence)))
         self._waiting: dict[int, _Waiting] = {}
+        self._refused = False
+        self._problem: Exception | None = None
 
     def saved(self, step: int) -> None:
         """Begins to watch over a step that the keeper has taken."""
@@ -52,13 +53,13 @@ class HealthTags:
             entry.bad += trouble
             entry.clean = 0 if trouble else entry.clean + 1
             if trouble and entry.tag == "pending":
-                entry.tag = "suspect"
-                self._mark(step, "suspect", cause)
+                if self._mark(step, "suspect", cause):
+                    entry.tag = "suspect"
             elif entry.clean >= self.after_steps or (
                 entry.seen >= 10 * self.after_steps and entry.bad * 5 < entry.seen
             ):
-                del self._waiting[step]
-                self._mark(step, "healthy", f"survived {entry.seen} later steps")
+                if self._mark(step, "healthy", f"survived {entry.seen} later steps"):
+                    del self._waiting[step]
 
     def rolled_back(self, target: int) -> None:
         """Forgets steps after `target`: the keeper has quarantined them."""
@@ -71,7 +72,21 @@ class HealthTags:
                 self._mark(step, "healthy", "the run ended without an open event")
         self._waiting.clear()
 
-    def _mark(self, step: int, tag: str, cause: str) -> None:
-        # The keeper may have removed the step since, or failed to write it.
-        with contextlib.suppress(ValueError):
+    def take_problem(self) -> Exception | None:
+        """What a disk that began to refuse tags has said, once; None if none did."""
+        problem, self._problem = self._problem, None
+        return problem
+
+    def _mark(self, step: int, tag: str, cause: str) -> bool:
+        """Whether the verdict is given; one that a disk refused is given again."""
+        try:
             self._keeper.mark(step, tag, cause)
+        except ValueError:
+            pass  # The keeper has removed the step since, or failed to write it.
+        except (OSError, RuntimeError) as error:
+            if not self._refused:
+                self._problem = error
+            self._refused = True
+            return False
+        self._refused = False
+        return True

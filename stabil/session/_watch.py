@@ -92,6 +92,9 @@ class Watch:
         if self.rescue.tags:
             trouble, cause = self._policy.in_trouble, ", ".join(seen.causes)
             self.rescue.tags.observe(seen.step, trouble, cause)
+            problem = self.rescue.tags.take_problem()
+            if problem is not None:
+                self._failed_save(seen.step, problem)
         found = None
         for action in actions:
             if state is None and action.kind in ("rollback", "stop"):

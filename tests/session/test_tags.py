@@ -78,3 +78,20 @@ def test_steps_that_the_keeper_has_dropped_are_forgotten(keeper):
     tags.rolled_back(7)
     tags.finish()
     assert 9 not in keeper.causes
+
+
+def test_a_verdict_that_the_disk_refused_is_given_again(keeper, monkeypatch):
+    tags = saved(keeper, 5)
+
+    def refuse(*args):
+        raise OSError("disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "mark", refuse)
+        observe(tags, "....")
+        assert str(tags.take_problem()) == "disk is full"
+        observe(tags, ".")
+    # Told once, for a full disk says so at every step.
+    assert tags.take_problem() is None and keeper.tags[5] == "pending"
+    observe(tags, ".")
+    assert keeper.tags[5] == "healthy" and tags.take_problem() is None
