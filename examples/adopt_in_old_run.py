@@ -1,8 +1,9 @@
 """Add stabil to a run that was begun without it, and lose nothing.
 
-The old run saved with plain Orbax: parameters and the state of `adamw`. The new script
-puts a guard around the same optimizer. `adopt` carries every parameter, moment and
-counter over, starts the guard's own statistics fresh, and names both.
+The old run saved with Orbax's `CheckpointManager`: parameters and the state of `adamw`.
+The new script puts a guard around the same optimizer. `adopt` carries every parameter,
+moment and counter over, starts the guard's own statistics fresh, and names both. Runs
+of Orbax's newest API are adopted as well, and Orbax opens what a keeper saved.
 
 Run with `python examples/adopt_in_old_run.py`.
 """
@@ -13,7 +14,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import optax
-from orbax.checkpoint import v1 as ocp
+import orbax.checkpoint as ocp
 
 import stabil
 
@@ -46,11 +47,16 @@ def train(tx, state, steps):
     return state
 
 
+def equal(a, b):
+    same = lambda x, y: bool(jnp.array_equal(x, y, equal_nan=True))  # noqa: E731
+    return jax.tree.all(jax.tree.map(same, a, b))
+
+
 def main(directory):
     directory = pathlib.Path(directory)
     old = train(OLD, init(OLD), range(200))
-    with ocp.training.Checkpointer(directory / "old_run") as checkpointer:
-        checkpointer.save(200, old)
+    with ocp.CheckpointManager(directory / "old_run") as manager:
+        manager.save(200, args=ocp.args.StandardSave(old))
 
     # The new script knows the old run's folder and nothing else of it.
     with stabil.checkpoints.Keeper(directory / "new_run", save_every=100) as keeper:
@@ -62,13 +68,15 @@ def main(directory):
         keeper.wait()
         print("steps of the new run:", keeper.steps())
 
+    # There is a way back: the new run is an ordinary one for Orbax.
+    with ocp.CheckpointManager(directory / "new_run") as manager:
+        restore = ocp.args.StandardRestore(state)
+        found = manager.restore(300, args=ocp.args.Composite(state=restore)).state
+    print("plain Orbax reads the new run:", equal(found, state))
+
     # Nothing was wrong with the run, so the guard changed no bit of it.
     plain = train(OLD, old, range(200, 300))
-    same = jax.tree.all(
-        jax.tree.map(
-            lambda a, b: bool((a == b).all()), plain["params"], state["params"]
-        )
-    )
+    same = equal(plain["params"], state["params"])
     print("the guarded run equals the old one bit for bit:", same)
     return same
 

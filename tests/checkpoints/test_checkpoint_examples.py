@@ -45,3 +45,4 @@ def test_adopt_in_old_run_changes_no_bit(tmp_path, capsys):
     assert load("adopt_in_old_run").main(tmp_path)
     said = capsys.readouterr().out
     assert "started fresh: opt_state/" in said and "moved: opt_state/0/" in said
+    assert "plain Orbax reads the new run: True" in said

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as v0
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -257,13 +258,22 @@ def test_what_changed_since_the_save_is_said(tmp_path, monkeypatch):
     )
 
 
-def test_plain_orbax_opens_a_step(tmp_path):
+@pytest.mark.parametrize("api", ["v1", "v0", "v0 with items"])
+def test_plain_orbax_opens_a_step(tmp_path, api):
     fill(Keeper(tmp_path), ["healthy", "pending"])
-    checkpointer = ocp.training.Checkpointer(tmp_path)
-    assert [c.step for c in checkpointer.checkpoints] == [10, 20]
-    loaded = checkpointer.load(10, jax.tree.map(jnp.zeros_like, small()))
+    target = jax.tree.map(jnp.zeros_like, small())
+    if api == "v1":
+        with ocp.training.Checkpointer(tmp_path) as checkpointer:
+            steps = [c.step for c in checkpointer.checkpoints]
+            loaded = checkpointer.load(10, target)
+    else:
+        names = ("state",) if api == "v0 with items" else None
+        with v0.CheckpointManager(tmp_path, item_names=names) as manager:
+            steps = list(manager.all_steps())
+            restore = v0.args.StandardRestore(target)
+            loaded = manager.restore(10, args=v0.args.Composite(state=restore)).state
+    assert steps == [10, 20]
     assert_same(loaded, small(10))
-    checkpointer.close()
 
 
 # --- when it saves --------------------------------------------------------------------
