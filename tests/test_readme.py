@@ -19,7 +19,14 @@ def test_blocks_run(standard_promotion, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["LICENSE", "CHANGELOG.md", "docs/methods.md", "docs/running.md"]
+    "name",
+    [
+        "LICENSE",
+        "CHANGELOG.md",
+        "docs/methods.md",
+        "docs/probing.md",
+        "docs/running.md",
+    ],
 )
 def test_files_that_it_names_exist(name):
     assert name in README.read_text() or name == "LICENSE"
