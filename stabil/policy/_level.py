@@ -18,13 +18,14 @@ class LossLevel:
     """Tells a loss that lies far above the recent ones.
 
     high_t     <=>  loss_t > m + max( 6 s, 0.02 |m|)
-    extreme_t  <=>  loss_t > m + max(20 s, 0.25 |m|)
+    extreme_t  <=>  loss_t > m + max(min(20 s, max(10 s, 0.5 |m|)), 0.25 |m|)
 
     with `m` the median of the newest 32 accepted losses, and `s` their noise: the
     median absolute difference of successive ones among the newest `window`, divided by
     0.954. Differences, because a falling loss is no spread. Losses that are high or not
     finite are not accepted, up to `relearn_steps` in a row: then the window starts
-    afresh at the new level. Until `armed_after` losses are in, nothing is high. The
+    afresh at the new level. On noisy data no loss may ever lie 20 s above the level, a
+    loss of random guesses included, so half the level does where it is 10 s. Until `armed_after` losses are in, nothing is high. The
     limits are renewed after every eighth accepted loss, which keeps a step cheap.
 
     Examples:
@@ -90,7 +91,9 @@ class LossLevel:
         noise = statistics.median(steps) / _DIFFERENCE
         self._middle, self._unit = middle, max(abs(middle), 6 * noise, 1e-30)
         self._high = middle + max(6 * noise, 0.02 * abs(middle))
-        self._extreme = middle + max(20 * noise, 0.25 * abs(middle))
+        size = abs(middle)
+        far = min(20 * noise, max(10 * noise, 0.5 * size))
+        self._extreme = middle + max(far, 0.25 * size)
 
     def get_state(self) -> list[float]:
         return list(self._losses)

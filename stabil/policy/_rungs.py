@@ -32,7 +32,8 @@ class Rung(NamedTuple):
       blocked_steps: due after so many blocked steps in a row for one of `causes`.
       high_loss_steps: due after so many steps in a row, within an open event, whose
         loss lies far above its own level (6 deviations).
-      extreme_loss_steps: the same for a loss far beyond that (20 deviations).
+      extreme_loss_steps: the same for a loss far beyond that (20 deviations,
+        on noisy data 10 of them and half the level).
       severity: due at a verdict at least this severe for one of `causes`.
       causes: names of causes that count; empty means all.
       amount: for `cut`, what the learning rate is multiplied by; in (0, 1).

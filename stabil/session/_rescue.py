@@ -159,6 +159,14 @@ class Rescue:
             target = self.keeper.newest_healthy(before=numbers["event_step"] + 1)
         return target
 
+    def settle(self) -> None:
+        """Waits for the save in flight: early in a run no other step may be healthy.
+
+        Raises:
+          SaveFailedError: it failed.
+        """
+        self.keeper.wait()
+
     def roll_back(self, action: Action, data: Data, newest_index: int) -> Return:
         """Restores a healthy state from before the event and leaves its data out.
 

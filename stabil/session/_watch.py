@@ -164,6 +164,10 @@ class Watch:
         try:
             newest = self._data.position - 1
             with self._watchdog.asleep():
+                try:
+                    self.rescue.settle()
+                except Exception as error:  # older steps may still be there
+                    self._failed_save(next_step, error)
                 found = self.rescue.roll_back(action, self._data, newest)
         except Exception as error:
             reason = f"{action.reason}; the rollback failed: {error}"

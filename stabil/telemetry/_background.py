@@ -15,7 +15,9 @@ class Background:
 
     `put` appends under a lock and returns; it never waits for the work. A full queue
     drops the newest item and counts it. Work that raises is counted, remembered in
-    `last_error` and tried again up to `retries` times; it never reaches the caller.
+    `last_error` and tried again up to `retries` times; it never reaches the caller. A
+    thread that something has killed is started again by the next call, and what it had
+    in hand counts as failed.
 
     Args:
       work: called with a non-empty list of items, on the thread.
@@ -29,6 +31,7 @@ class Background:
       dropped: items refused because the queue was full.
       failed: items given up because the work raised.
       last_error: the newest exception of the work, or None.
+      revivals: how often the thread was started again.
 
     Examples:
       >>> seen = []
@@ -53,13 +56,25 @@ class Background:
         self._capacity, self._retries = capacity, retries
         self._items: collections.deque[Any] = collections.deque()
         self._changed = threading.Condition()
-        self._taken = self._done = 0
+        self._taken = self._done = self._in_hand = 0
         self._hurry = self._closing = False
-        self.dropped = self.failed = 0
+        self.dropped = self.failed = self.revivals = 0
         self.last_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    def _revive(self) -> None:
+        """Starts the thread again if it is dead; the caller holds the lock."""
+        if self._thread.is_alive():
+            return
+        self.revivals += 1
+        self.failed += self._in_hand
+        self._done += self._in_hand
+        self._in_hand = 0
+        name = self._thread.name
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Background:
         return self
@@ -73,6 +88,7 @@ class Background:
             if self._closing or len(self._items) >= self._capacity:
                 self.dropped += 1
                 return False
+            self._revive()
             self._items.append(item)
             self._taken += 1
             if len(self._items) in (1, self._batch):
@@ -84,6 +100,7 @@ class Background:
         until = time.monotonic() + timeout_seconds
         with self._changed:
             goal, self._hurry = self._taken, True
+            self._revive()
             self._changed.notify_all()
             while self._done < goal:
                 left = until - time.monotonic()
@@ -96,6 +113,8 @@ class Background:
         """Works off what is left and ends the thread; False on a timeout."""
         atexit.unregister(self.close)
         with self._changed:
+            if self._items:
+                self._revive()
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_seconds)
@@ -112,9 +131,11 @@ class Background:
                     continue
                 size = min(self._batch, len(self._items))
                 items = [self._items.popleft() for _ in range(size)]
+                self._in_hand = size
             self._attempt(items)
             with self._changed:
-                self._done += len(items)
+                self._done += size
+                self._in_hand = 0
                 self._hurry = self._hurry and bool(self._items)
                 self._changed.notify_all()
 

@@ -18,6 +18,7 @@ from stabil.policy import (
     observe,
     unattended,
 )
+from stabil.policy._level import EXTREME, HIGH, LossLevel
 from stabil.vocabulary import Cause, Severity
 
 NAN_GRADIENT = dict(severity=BLOCK, causes=("nonfinite_gradient",), first="grads/w")
@@ -150,6 +151,15 @@ def test_an_extreme_loss_rolls_back_to_before_its_first_step(rng):
     assert action.numbers["skip_more"] == 5
     done = {k for _, k in kinds(run(Ladder(), stream[:-1]))}
     assert done == {"log", "look"}
+
+
+def test_random_guesses_are_extreme_on_noisy_data_too(rng):
+    """Noise of 6 %: 20 deviations lie above the loss of a byte guessed at random."""
+    level = LossLevel()
+    noisy = 2.8 + 0.17 * rng.normal(size=500)
+    assert EXTREME not in [level.observe(float(x)) for x in noisy]
+    assert level.observe(math.log(256)) == EXTREME
+    assert level.observe(2.8 + 9 * 0.17) == HIGH
 
 
 def test_a_falling_loss_does_not_hide_a_spike(rng):

@@ -195,6 +195,23 @@ def test_relapse_goes_further_back_skips_more_and_ends_with_advice(tmp_path, kee
     assert events[-1].numbers["evidence"]
 
 
+def test_a_rollback_waits_for_the_first_save(tmp_path, keeper):
+    """The first state is on its way to the disk while the first steps already fail."""
+    find, landed = keeper.newest_healthy, []
+    keeper.newest_healthy = lambda before=None: find(before) if landed else None
+    keeper.wait = lambda: landed.append(True)
+    folder, steps = tmp_path / "run", []
+    with Session(folder, checkpoints=keeper, total_steps=20, progress=False) as session:
+        state = jnp.float32(0)
+        for step, _ in session.steps(state, lambda i: i):
+            steps.append(step)
+            bad = dict(severity=Severity.BLOCK, loss=math.nan)
+            early = 2 <= len(steps) < 5
+            vitals = make_vitals("nonfinite_loss", **bad) if early else make_vitals()
+            state = session.end_step(state, vitals)
+    assert steps.count(0) == 2 and session.summary()["rollbacks"] == 1
+
+
 def test_parameters_already_nan_roll_back_at_once_and_are_named(tmp_path, keeper):
     session = Session(tmp_path / "run", checkpoints=keeper, total_steps=40)
     state = {"params": {"w": jnp.ones(3), "b": jnp.ones(2)}, "mu": jnp.zeros(2)}
