@@ -106,7 +106,7 @@ class Background:
                 left = until - time.monotonic()
                 if left <= 0 or not self._thread.is_alive():
                     return False
-                self._changed.wait(left)
+                self._changed.wait(min(left, 0.5))  # a dead thread tells nobody
             return True
 
     def close(self, timeout_seconds: float = 10.0) -> bool:
