@@ -69,11 +69,19 @@ def bare_step_us(steps):
     return 1e6 * statistics.median(times), vitals
 
 
+def two(vitals):
+    """The vitals of two steps: one that no step has judged anew is passed over."""
+    judged = vitals.tally.judged_steps
+    tally = vitals.tally._replace(judged_steps=judged + jnp.int32(1))
+    return vitals, dataclasses.replace(vitals, tally=tally)
+
+
 def host_us(vitals, steps):
+    pair = two(vitals)
     with stabil.Session(tempfile.mkdtemp(), total_steps=steps, progress=False) as s:
         times, begun = [], time.perf_counter()
-        for _ in s.steps(0, lambda i: i):
-            s.end_step(0, vitals)
+        for step, _ in s.steps(0, lambda i: i):
+            s.end_step(0, pair[step % 2])
             now = time.perf_counter()
             times.append(now - begun)
             begun = now
@@ -81,10 +89,11 @@ def host_us(vitals, steps):
 
 
 def bytes_per_1000_steps(vitals, steps):
+    pair = two(vitals)
     with stabil.Session(tempfile.mkdtemp(), total_steps=steps + 500) as s:
         tracemalloc.start()
         for step, _ in s.steps(0, lambda i: i):
-            s.end_step(0, vitals)
+            s.end_step(0, pair[step % 2])
             if step == 499:
                 gc.collect()
                 before = tracemalloc.get_traced_memory()[0]

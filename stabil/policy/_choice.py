@@ -126,10 +126,11 @@ class Choice:
         self._norms.extend(state["norms"])
 
     def _back(self) -> int:
+        if not self._recent:
+            return 0
         longest = max((c.steps for c in self._lost), default=0)
         self._settle(list(self._lost), True)
-        self._recent.clear()
-        self._until, self._waited = -1, 0
+        self.forget()
         return longest
 
     def _settle(self, cases: list[Case], back: bool) -> None:

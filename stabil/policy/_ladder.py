@@ -158,8 +158,9 @@ class Ladder:
             each.observe(seen, height, each is track)
         actions = recorded(seen) + track.relapses.again(seen)
         actions += self._learn(seen, height)
-        actions += self._acts.look(track, seen)
-        actions += self._acts.strongest(track, seen, costs)
+        if not track.is_calm(seen):
+            actions += self._acts.look(track, seen)
+            actions += self._acts.strongest(track, seen, costs)
         for action in actions:
             if track.group:
                 action.numbers["group"] = track.group
@@ -235,7 +236,7 @@ class Ladder:
 
     def _learn(self, seen: Observation, height: int) -> list[Action]:
         high = self._track.episode.high_steps
-        above = self._level.height(seen.loss)
+        above = self._level.height(seen.loss) if height else 0.0
         steps = self._choice.observe(seen, height, above, high)
         if not steps:
             return []

@@ -42,6 +42,15 @@ class Track:
         self.episode.observe(seen, height)
         self.streaks.observe(seen)
 
+    def is_calm(self, seen: Observation) -> bool:
+        """Whether no rung can be due, which saves asking each of them."""
+        return (
+            seen.severity <= OK
+            and seen.damaged is None
+            and not self.episode.is_open
+            and self.streaks.blocked_since is None
+        )
+
     def may(self, rung: Rung, seen: Observation) -> bool:
         """Whether the rung is due and not cooling down."""
         due = self.streaks.is_due(rung, seen) or self.loss_is_due(rung)

@@ -56,6 +56,11 @@ def fetch(vitals: Vitals) -> Vitals:
     return jax.tree.map(np.asarray, vitals)
 
 
+def newest(counter: np.ndarray) -> int:
+    """A counter of a tally; of several micro-batches that of the last."""
+    return int(counter if counter.ndim == 0 else counter[-1])
+
+
 def worst(vitals: Vitals) -> tuple[Vitals, int]:
     """One set of vitals out of those of several micro-batches, and which it is.
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
-
 from stabil.policy import Action, Ladder, Observation
 from stabil.session._account import Account
 from stabil.session._black_box import BlackBox
 from stabil.session._data import Data
-from stabil.session._flight import DamageCheck, InFlight, fetch, to_observation
+from stabil.session._flight import (
+    DamageCheck,
+    InFlight,
+    fetch,
+    newest,
+    to_observation,
+)
 from stabil.session._pace import Pace
 from stabil.session._reporter import Reporter
 from stabil.session._rescue import Rescue, Return
@@ -21,6 +25,7 @@ from stabil.telemetry import Event, RunFolder
 from stabil.vocabulary import Vitals
 
 _LONGEST_POSTPONEMENT = 50  # steps
+_SATURATED = 2**31 - 1  # where a tally stops to count
 
 
 class Watch:
@@ -80,7 +85,7 @@ class Watch:
         if self._is_old(vitals):
             return None
         seen = to_observation(flown, vitals, self._resets)
-        self._resets = int(np.max(vitals.tally.resets))
+        self._resets = newest(vitals.tally.resets)
         seen = seen._replace(
             damaged=None if state is None else self._damage(seen, state),
             can_roll_back=self.rescue.keeper is not None,
@@ -144,8 +149,8 @@ class Watch:
 
     def _is_old(self, vitals: Vitals) -> bool:
         """Whether the guard has judged nothing since: a micro-batch was accumulated."""
-        judged = int(np.max(vitals.tally.judged_steps))
-        is_old = 0 < judged == self._judged < np.iinfo(np.int32).max
+        judged = newest(vitals.tally.judged_steps)
+        is_old = 0 < judged == self._judged < _SATURATED
         self._judged = judged
         return is_old
 
