@@ -25,8 +25,9 @@ class LossLevel:
     0.954. Differences, because a falling loss is no spread. Losses that are high or not
     finite are not accepted, up to `relearn_steps` in a row: then the window starts
     afresh at the new level. On noisy data no loss may ever lie 20 s above the level, a
-    loss of random guesses included, so half the level does where it is 10 s. Until `armed_after` losses are in, nothing is high. The
-    limits are renewed after every eighth accepted loss, which keeps a step cheap.
+    loss of random guesses included, so half the level does where it is 10 s. Until
+    `armed_after` losses are in, nothing is high. The limits are renewed after every
+    eighth accepted loss, which keeps a step cheap.
 
     Examples:
       >>> level = LossLevel(armed_after=8)
