@@ -43,6 +43,29 @@ def _checksum(payload: dict[str, Any]) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
+def sealed(payload: dict[str, Any]) -> str:
+    """A JSON object as a text that holds its checksum."""
+    # Through text and back, so that the checksum is of what a reader will see.
+    payload = json.loads(json.dumps(payload))
+    return json.dumps({"crc32": _checksum(payload), **payload}, indent=1) + "\n"
+
+
+def unsealed(raw: bytes, name: Any) -> dict[str, Any]:
+    """The object of a `sealed` text.
+
+    Raises:
+      DamagedError: the text is not what was written.
+    """
+    try:
+        payload = json.loads(raw)
+        checksum = payload.pop("crc32")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedError(f"{name} is not readable: {error}") from error
+    if checksum != _checksum(payload):
+        raise DamagedError(f"{name} is not what was written: its checksum differs")
+    return payload
+
+
 def write_sealed(path: pathlib.Path, payload: dict[str, Any]) -> None:
     """Writes a JSON object with its checksum; after a kill the old file or the new.
 
@@ -50,9 +73,7 @@ def write_sealed(path: pathlib.Path, payload: dict[str, Any]) -> None:
       path: file to make or replace; its folder must exist.
       payload: JSON-able, without a key `crc32`.
     """
-    # Through text and back, so that the checksum is of what a reader will see.
-    payload = json.loads(json.dumps(payload))
-    text = json.dumps({"crc32": _checksum(payload), **payload}, indent=1) + "\n"
+    text = sealed(payload)
     aside = path.with_name(TEMPORARY + path.name + "-" + uuid.uuid4().hex[:8])
     try:
         with open(aside, "w", encoding="utf-8") as file:
@@ -74,15 +95,7 @@ def read_sealed(path: pathlib.Path) -> dict[str, Any]:
       FileNotFoundError: there is no such file.
       DamagedError: the text is not what was written.
     """
-    raw = path.read_bytes()
-    try:
-        payload = json.loads(raw)
-        checksum = payload.pop("crc32")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DamagedError(f"{path} is not readable: {error}") from error
-    if checksum != _checksum(payload):
-        raise DamagedError(f"{path} is not what was written: its checksum differs")
-    return payload
+    return unsealed(path.read_bytes(), path)
 
 
 def append_line(path: pathlib.Path, record: dict[str, Any]) -> None:

@@ -60,7 +60,8 @@ class Folder:
         if "://" in text:
             raise NotARunFolderError(
                 f"needed a folder on a local or mounted file system, got {text!r}: "
-                "mount the bucket, or save locally and copy the step folders"
+                "name a folder on this machine and write Keeper(folder, "
+                f"remote={text!r}), which brings healthy steps there"
             )
         self.root = pathlib.Path(text).absolute()
         if (self.root / MARK).is_file():

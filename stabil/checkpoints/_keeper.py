@@ -29,6 +29,8 @@ from stabil.checkpoints._cadence import Cadence
 from stabil.checkpoints._errors import DamagedError
 from stabil.checkpoints._folder import Folder, Verdict
 from stabil.checkpoints._memory import Ring
+from stabil.checkpoints._mirror import Mirror
+from stabil.checkpoints._remote import Remote
 from stabil.checkpoints._restoring import Restored
 from stabil.checkpoints._retention import KeepAlso
 from stabil.checkpoints._saver import Saver
@@ -58,6 +60,11 @@ class Keeper:
       save_every_minutes: minutes between saves, whichever comes first; None for none.
       keep_in_memory: snapshots to keep in host memory; >= 0.
       keep_quarantined: steps to keep of those that rollbacks set aside; >= 0.
+      remote: URL of a second level that outlives this machine, for example
+        `gs://bucket/run`: any that fsspec knows, given the package of its protocol. The
+        newest healthy steps are brought there in the background, and the newest one is
+        fetched when the disk has none as new.
+      keep_remote: healthy steps to have there; >= 1.
       compress: compress arrays with zstd: about a tenth smaller, two to three times
         slower to save on few cores.
       config: JSON-able and kept with every step, for example the hyperparameters and
@@ -91,6 +98,8 @@ class Keeper:
         save_every_minutes: float | None = 15,
         keep_in_memory: int = 2,
         keep_quarantined: int = 5,
+        remote: str | None = None,
+        keep_remote: int = 2,
         compress: bool = False,
         config: dict[str, Any] | None = None,
     ):
@@ -99,6 +108,7 @@ class Keeper:
             ("save_every", save_every, 1),
             ("keep_in_memory", keep_in_memory, 0),
             ("keep_quarantined", keep_quarantined, 0),
+            ("keep_remote", keep_remote, 1),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
@@ -112,6 +122,11 @@ class Keeper:
         self._config = _as_json(config, "config")
         _processes.decide(lambda: _open(directory))
         self._folder = Folder(directory)
+        first = remote is not None and _processes.is_first()
+        far = Remote(remote) if first and remote is not None else None
+        self._mirror = Mirror(self._folder, far, keep_remote)
+        self._remote = remote
+        _processes.decide(self._mirror.pull_newer)
         self.directory, self.save_every = self._folder.root, save_every
         self._saver = Saver(
             self._folder,
@@ -120,6 +135,7 @@ class Keeper:
             keep_quarantined=keep_quarantined,
             compress=compress,
             config=self._config,
+            judged=self._mirror.push,
         )
         self._lock = self._saver.lock
         milestones = keep_also.milestones if keep_also is not None else ()
@@ -138,6 +154,7 @@ class Keeper:
             # The error that ends the block is the one to see.
             self._signals.stop()
             self._saver.settle()
+            self._mirror.close()
 
     # --- saving ----------------------------------------------------------------------
 
@@ -180,6 +197,8 @@ class Keeper:
         if not force and not self.due(step):
             return False
         extra = _as_json(extra)
+        if self._remote is not None:
+            _processes.decide(self._mirror.look)
         position = _position.taken(data)
         self._saver.begin(step, state, extra, position, _as_metric(metric))
         self._cadence.saved(step)
@@ -261,12 +280,14 @@ class Keeper:
         self._ring.take(_whole_number(step), state, _as_json(extra), position)
 
     def wait(self) -> None:
-        """Waits for the save in flight.
+        """Waits for the save in flight, and for what goes to the remote level.
 
         Raises:
-          SaveFailedError: it failed.
+          SaveFailedError: one of them failed.
         """
         self._saver.wait()
+        if self._remote is not None:
+            _processes.decide(self._mirror.wait)
 
     def close(self) -> None:
         """Waits for the save in flight; a script must not end before this.
@@ -275,7 +296,10 @@ class Keeper:
           SaveFailedError: it failed.
         """
         self._signals.stop()
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._mirror.close()
 
     # --- judging ---------------------------------------------------------------------
 
@@ -319,7 +343,9 @@ class Keeper:
     def _judge(self, step: int, verdict: Verdict) -> str:
         if step in self._folder.steps():
             try:
-                return self._folder.tag(step, *verdict)
+                tag = self._folder.tag(step, *verdict)
+                self._mirror.push()
+                return tag
             except OSError as error:
                 raise self._saver.not_written(f"tag of step {step}", error) from error
         if self._saver.in_flight(step):
@@ -388,7 +414,9 @@ class Keeper:
         notes = self._saver.settle()
         with self._lock:
             if step is None:
-                restored = _restoring.newest(self._folder, self._ring, abstract_state)
+                restored = _restoring.newest(
+                    self._folder, self._ring, self._mirror, abstract_state
+                )
             elif step not in self.steps():
                 raise ValueError(_offline.no_such_step(self._folder, step))
             else:
@@ -438,10 +466,11 @@ class Keeper:
                 with self._lock:
                     _processes.decide(lambda: _rollback.finish(self._folder))
                     self._ring.drop_after(target)
+                    _processes.decide(self._mirror.tell_rollbacks)
             try:
                 with self._lock:
                     restored = _restoring.at(
-                        self._folder, self._ring, target, abstract_state
+                        self._folder, self._ring, self._mirror, target, abstract_state
                     )
                     return self._stand_on(restored, notes, data)
             except DamagedError as error:

@@ -15,6 +15,7 @@ ROLLBACK = (
     "intent_retired",
 )
 FILE = ("written_aside",)
+REMOTE = ("remote_files_sent",)
 DELETE = ("deletion_logged", "step_in_trash")
 
 

@@ -11,6 +11,7 @@ from stabil.checkpoints import _leaves, _manifest, _processes, _store
 from stabil.checkpoints._errors import DamagedError, NoHealthyStepError
 from stabil.checkpoints._folder import Folder
 from stabil.checkpoints._memory import Ring
+from stabil.checkpoints._mirror import Mirror
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +99,36 @@ def _condemn(folder: Folder, step: int, cause: str) -> None:
         folder.tag(step, "suspect", cause, "stabil")
 
 
-def at(folder: Folder, ring: Ring, step: int, abstract_state: Any) -> Restored:
-    """Reads a healthy step from memory if it is there, else from disk."""
+def at(
+    folder: Folder, ring: Ring, mirror: Mirror, step: int, abstract_state: Any
+) -> Restored:
+    """Reads a healthy step from memory if it is there, else from disk, else from afar.
+
+    Raises:
+      StructureError: the leaves differ.
+      DamagedError: the step cannot be had from any level.
+    """
     snapshot = ring.find(step)
     if snapshot is not None and snapshot.tag == "healthy":
         state = ring.restore(snapshot, abstract_state)
         extra = json.loads(snapshot.extra)
         return Restored(state, step, extra, (), "memory", snapshot.positions)
-    return from_disk(folder, step, abstract_state)
+    notes: list[str] = []
+    if _processes.decide(lambda: step in folder.steps()):
+        try:
+            return from_disk(folder, step, abstract_state)
+        except DamagedError as error:
+            notes, damage = [str(error)], error
+    else:
+        damage = DamagedError(f"it is not in {folder.root}")
+    note = _processes.decide(lambda: mirror.pull(step))
+    if not note:
+        raise damage
+    return with_notes(from_disk(folder, step, abstract_state), [*notes, note])
 
 
-def newest(folder: Folder, ring: Ring, abstract_state: Any) -> Restored:
-    """The newest healthy step that can be read.
+def newest(folder: Folder, ring: Ring, mirror: Mirror, abstract_state: Any) -> Restored:
+    """The newest healthy step that can be read, whatever its level.
 
     Raises:
       NoHealthyStepError: no step is healthy.
@@ -117,12 +136,16 @@ def newest(folder: Folder, ring: Ring, abstract_state: Any) -> Restored:
       StructureError: the leaves differ.
     """
     there = _processes.decide(
-        lambda: [s for s, tag in folder.tags().items() if tag == "healthy"]
+        lambda: [
+            *(s for s, tag in folder.tags().items() if tag == "healthy"),
+            *mirror.healthy(),
+        ]
     )
     notes: list[str] = []
     for step in sorted({*there, *ring.healthy()}, reverse=True):
         try:
-            return with_notes(at(folder, ring, step, abstract_state), notes)
+            restored = at(folder, ring, mirror, step, abstract_state)
+            return with_notes(restored, notes)
         except DamagedError as error:
             notes.append(f"step {step} was passed over: {error}")
     raise none_left(folder, None, notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from stabil.checkpoints import _files, _manifest, _processes, _retention, _rollback
@@ -23,6 +24,7 @@ class Saver:
       keep_quarantined: quarantined steps to keep.
       compress: compress arrays.
       config: kept with every step.
+      judged: called when a step that has landed was given its verdict.
 
     Attributes:
       lock: held by whoever changes tags or the list of steps; the background does too.
@@ -38,13 +40,14 @@ class Saver:
         keep_quarantined: int,
         compress: bool,
         config: dict[str, Any],
+        judged: Callable[[], None],
     ):
         self.lock = threading.RLock()
         self.base: int | None = None
         self._folder = folder
         self._keep_last, self._keep_also = keep_last, keep_also
         self._keep_quarantined = keep_quarantined
-        self._compress, self._config = compress, config
+        self._compress, self._config, self._judged = compress, config, judged
         self._job: Job | None = None
         self._before_job: int | None = None
         self._marks: list[Verdict] = []
@@ -201,6 +204,8 @@ class Saver:
             marks, self._marks = self._marks, []
             for mark in marks:
                 self._folder.tag(step, *mark)
+            if marks:
+                self._judged()
             # A rollback that has begun still needs its target.
             if _rollback.pending(self._folder) is not None:
                 return

@@ -438,8 +438,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert file.read_text() == "mine"
     text = (
         "needed a folder on a local or mounted file system, got 'gs://bucket/run': "
-        "mount "
-        "the bucket, or save locally and copy the step folders"
+        "name a folder on this machine and write Keeper(folder, "
+        "remote='gs://bucket/run'), which brings healthy steps there"
     )
     with pytest.raises(NotARunFolderError, match=whole(text)):
         Keeper("gs://bucket/run")
