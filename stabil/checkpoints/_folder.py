@@ -12,19 +12,18 @@ RUN/keeper.jsonl, deletions.jsonl  what happened, one JSON object a line
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import pathlib
 import re
 import shutil
 import uuid
-from typing import Any, NamedTuple
+from typing import Any
 
-from stabil.checkpoints import _files, _manifest, _points
+from stabil.checkpoints import _files, _points
 from stabil.checkpoints._errors import DamagedError, NotARunFolderError
-from stabil.checkpoints._retention import Known
+from stabil.checkpoints._manifest import FORMAT
 from stabil.checkpoints._store import UNCOMMITTED
+from stabil.checkpoints._verdict import Verdict, weighed
 
 MARK = "stabil.json"
 MANIFEST = "stabil-manifest.json"
@@ -34,15 +33,6 @@ ROLLBACK = "rollback.json"
 TRASH = "_trash"
 TAGS = ("pending", "healthy", "suspect", "quarantined")
 _STEP = re.compile(r"0|[1-9][0-9]*")
-
-
-class Verdict(NamedTuple):
-    """A judgement of a step, in the order in which `Folder.tag` takes it."""
-
-    tag: str
-    cause: str
-    by: str
-    metric: float | None = None
 
 
 class Folder:
@@ -84,7 +74,7 @@ class Folder:
         self.root.mkdir(parents=True, exist_ok=True)
         _files.write_sealed(
             self.root / MARK,
-            {"format": _manifest.FORMAT, "made": _files.utc_now()},
+            {"format": FORMAT, "made": _files.utc_now()},
         )
 
     def present(self) -> bool:
@@ -182,22 +172,6 @@ class Folder:
         """Tag of every step, ascending by step."""
         return {s: self.health(s)["tag"] for s in self.steps()}
 
-    def known(self, in_full: bool) -> dict[int, Known]:
-        """What retention knows of every step; metric and time only if asked for."""
-        found = {}
-        for step in self.steps():
-            health, manifest = self.health(step), {}
-            if in_full:
-                with contextlib.suppress(DamagedError):
-                    manifest = self.manifest(step)
-            metric = health.get("metric", manifest.get("metric"))
-            found[step] = Known(
-                health["tag"],
-                math.nan if metric is None else metric,
-                _files.seconds(manifest.get("time", "")),
-            )
-        return found
-
     def tag(
         self, step: int, tag: str, cause: str, by: str, metric: float | None = None
     ) -> str:
@@ -215,15 +189,8 @@ class Folder:
         before = self.health(step)
         metric = before.get("metric") if metric is None else metric
         stated = {} if metric is None else {"metric": metric}
-        if tag == "healthy":
-            try:
-                bad = _manifest.nonfinite(self.manifest(step) | stated)
-            except DamagedError as error:
-                tag, cause, by = "suspect", str(error), "stabil"
-            else:
-                if bad:
-                    tag, by = "suspect", "stabil"
-                    cause = f"not finite when saved: {', '.join(bad)}"
+        verdict = weighed(Verdict(tag, cause, by), lambda: self.manifest(step) | stated)
+        tag, cause, by, _ = verdict
         entry = {"tag": tag, "cause": cause, "by": by, "time": _files.utc_now()}
         history = [*before["history"], entry]
         record = {"step": step, **entry, **stated, "history": history}

@@ -1,33 +1,21 @@
 """Health-tagged checkpoints of one run.
 
-Longer than a module should be, because it is one class that is mostly its own manual;
-what it does is done in the modules that it imports.
+Longer than a module should be, because it is one class that is its own manual: what it
+does is done in `_saver`, `_judge` and `_way_back`.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import operator
 import os
 import pathlib
 import signal
 from collections.abc import Sequence
 from typing import Any
 
-from stabil.checkpoints import (
-    _adopting,
-    _manifest,
-    _offline,
-    _points,
-    _position,
-    _processes,
-    _restoring,
-    _rollback,
-)
+from stabil.checkpoints import _arguments, _position, _processes, _rollback
 from stabil.checkpoints._cadence import Cadence
-from stabil.checkpoints._errors import DamagedError
-from stabil.checkpoints._folder import Folder, Verdict
+from stabil.checkpoints._folder import Folder
+from stabil.checkpoints._judge import Judge
 from stabil.checkpoints._memory import Ring
 from stabil.checkpoints._mirror import Mirror
 from stabil.checkpoints._remote import Remote
@@ -35,6 +23,8 @@ from stabil.checkpoints._restoring import Restored
 from stabil.checkpoints._retention import KeepAlso
 from stabil.checkpoints._saver import Saver
 from stabil.checkpoints._signals import SignalWatch
+from stabil.checkpoints._verdict import Verdict
+from stabil.checkpoints._way_back import WayBack
 
 
 class Keeper:
@@ -103,23 +93,16 @@ class Keeper:
         compress: bool = False,
         config: dict[str, Any] | None = None,
     ):
-        for name, value, least in (
-            ("keep_last", keep_last, 1),
-            ("save_every", save_every, 1),
-            ("keep_in_memory", keep_in_memory, 0),
-            ("keep_quarantined", keep_quarantined, 0),
-            ("keep_remote", keep_remote, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"needed {name} as a whole number >= {least}, got {value!r}"
-                )
-        if save_every_minutes is not None and not save_every_minutes > 0:
-            raise ValueError(
-                "needed save_every_minutes > 0, or None to count steps alone, got "
-                f"{save_every_minutes!r}"
-            )
-        self._config = _as_json(config, "config")
+        _arguments.require_at_least(
+            1, keep_last=keep_last, save_every=save_every, keep_remote=keep_remote
+        )
+        _arguments.require_at_least(
+            0, keep_in_memory=keep_in_memory, keep_quarantined=keep_quarantined
+        )
+        _arguments.require_minutes(
+            "save_every_minutes", save_every_minutes, "None to count steps alone"
+        )
+        config = _arguments.as_json(config, "config")
         _processes.decide(lambda: _open(directory))
         self._folder = Folder(directory)
         first = remote is not None and _processes.is_first()
@@ -134,13 +117,15 @@ class Keeper:
             keep_also=keep_also,
             keep_quarantined=keep_quarantined,
             compress=compress,
-            config=self._config,
+            config=config,
             judged=self._mirror.push,
         )
-        self._lock = self._saver.lock
         milestones = keep_also.milestones if keep_also is not None else ()
         self._cadence = Cadence(save_every, save_every_minutes, milestones)
         self._ring = Ring(keep_in_memory)
+        levels = self._folder, self._ring, self._saver, self._mirror
+        self._judge = Judge(*levels)
+        self._way_back = WayBack(*levels, self._judge, self._cadence, config)
         self._signals = SignalWatch()
         self._saved_on_signal = False
 
@@ -192,15 +177,15 @@ class Keeper:
             steps and none was restored.
           TypeError: the state, `extra` or the position of `data` cannot be saved.
         """
-        step = _whole_number(step)
+        step = _arguments.whole_number(step)
         self._saver.wait(only_if_done=True)
         if not force and not self.due(step):
             return False
-        extra = _as_json(extra)
+        extra = _arguments.as_json(extra)
         if self._remote is not None:
             _processes.decide(self._mirror.look)
         position = _position.taken(data)
-        self._saver.begin(step, state, extra, position, _as_metric(metric))
+        self._saver.begin(step, state, extra, position, _arguments.as_metric(metric))
         self._cadence.saved(step)
         if _processes.anywhere(self._asked()):
             self._saved_on_signal = True
@@ -211,7 +196,7 @@ class Keeper:
 
     def due(self, step: int) -> bool:
         """Whether `save` would save at this step."""
-        step = _whole_number(step)
+        step = _arguments.whole_number(step)
         if _processes.alone():
             return self._asked() or self._cadence.due(step)
         if self._cadence.due_by_steps(step):
@@ -277,7 +262,9 @@ class Keeper:
           data: as for `save`.
         """
         position = _position.as_saved(_position.taken(data))
-        self._ring.take(_whole_number(step), state, _as_json(extra), position)
+        self._ring.take(
+            _arguments.whole_number(step), state, _arguments.as_json(extra), position
+        )
 
     def wait(self) -> None:
         """Waits for the save in flight, and for what goes to the remote level.
@@ -330,31 +317,8 @@ class Keeper:
           ValueError: there is no such step or tag.
           SaveFailedError: the tag cannot be written; it is what it was.
         """
-        _offline.require_tag(tag)
-        verdict = Verdict(tag, cause, by, _as_metric(metric))
-        with self._lock:
-            snapshot = self._ring.find(step)
-            if snapshot is not None:
-                bad = bool(snapshot.nonfinite()) or not math.isfinite(metric or 0)
-                bad = bad and tag == "healthy"
-                snapshot.tag = "suspect" if _processes.anywhere(bad) else tag
-            return _processes.decide(lambda: self._judge(step, verdict))
-
-    def _judge(self, step: int, verdict: Verdict) -> str:
-        if step in self._folder.steps():
-            try:
-                tag = self._folder.tag(step, *verdict)
-                self._mirror.push()
-                return tag
-            except OSError as error:
-                raise self._saver.not_written(f"tag of step {step}", error) from error
-        if self._saver.in_flight(step):
-            self._saver.judge_on_landing(verdict)
-            return "pending"
-        snapshot = self._ring.find(step)
-        if snapshot is not None:
-            return snapshot.tag
-        raise ValueError(_offline.no_such_step(self._folder, step))
+        metric = _arguments.as_metric(metric)
+        return self._judge.mark(step, Verdict(tag, cause, by, metric))
 
     def tag(self, step: int) -> str:
         """The tag of a step: `pending`, `healthy`, `suspect` or `quarantined`.
@@ -362,30 +326,15 @@ class Keeper:
         Raises:
           ValueError: there is no such step.
         """
-        return _processes.decide(lambda: self._tag(step))
-
-    def _tag(self, step: int) -> str:
-        if step in self._folder.steps():
-            return self._folder.health(step)["tag"]
-        if self._saver.in_flight(step):
-            return "pending"
-        snapshot = self._ring.find(step)
-        if snapshot is not None:
-            return snapshot.tag
-        if any(step == s for _, s in self._folder.quarantined()):
-            return "quarantined"
-        raise ValueError(_offline.no_such_step(self._folder, step))
+        return self._judge.tag(step)
 
     def steps(self) -> dict[int, str]:
         """The tag of every step on disk, ascending; without the quarantined ones."""
-        pairs = _processes.decide(lambda: [*self._folder.tags().items()])
-        return {int(step): tag for step, tag in pairs}
+        return self._judge.steps()
 
     def newest_healthy(self, before: int | None = None) -> int | None:
         """The newest healthy step on disk or in memory, below `before` if given."""
-        steps = [s for s, tag in self.steps().items() if tag == "healthy"]
-        steps += self._ring.healthy()
-        return max((s for s in steps if before is None or s < before), default=None)
+        return self._judge.newest_healthy(before)
 
     # --- going back ------------------------------------------------------------------
 
@@ -411,17 +360,7 @@ class Keeper:
           StructureError: the leaves differ.
           ValueError: there is no such step, or no position for `data` in it.
         """
-        notes = self._saver.settle()
-        with self._lock:
-            if step is None:
-                restored = _restoring.newest(
-                    self._folder, self._ring, self._mirror, abstract_state
-                )
-            elif step not in self.steps():
-                raise ValueError(_offline.no_such_step(self._folder, step))
-            else:
-                restored = _restoring.from_disk(self._folder, step, abstract_state)
-            return self._stand_on(restored, notes, data)
+        return self._way_back.restore(abstract_state, step, data)
 
     def rollback(
         self,
@@ -451,37 +390,9 @@ class Keeper:
           StructureError: the leaves differ.
           SaveFailedError: the disk cannot be written; nothing was changed.
         """
-        extra, notes, limit = _as_json(extra), [], before
-        while True:
-            target = self.newest_healthy(limit)
-            if target is None:
-                raise _restoring.none_left(self._folder, before, notes)
-            _restoring.compare(self._folder, self._ring, target, abstract_state)
-            intent = dict(target=target, before=before, reason=reason, extra=extra)
-            _processes.decide(lambda intent=intent: self._intend(intent))
-            try:
-                notes += self._saver.settle()
-                _points.reached("save_settled")
-            finally:
-                with self._lock:
-                    _processes.decide(lambda: _rollback.finish(self._folder))
-                    self._ring.drop_after(target)
-                    _processes.decide(self._mirror.tell_rollbacks)
-            try:
-                with self._lock:
-                    restored = _restoring.at(
-                        self._folder, self._ring, self._mirror, target, abstract_state
-                    )
-                    return self._stand_on(restored, notes, data)
-            except DamagedError as error:
-                notes.append(f"step {target} was passed over: {error}")
-                limit = target
-
-    def _intend(self, intent: dict[str, Any]) -> None:
-        try:
-            _rollback.begin(self._folder, **intent)
-        except OSError as error:
-            raise self._saver.not_written("intent to go back", error) from error
+        extra = _arguments.as_json(extra)
+        intent = {"before": before, "reason": reason, "extra": extra}
+        return self._way_back.rollback(abstract_state, intent, data)
 
     def adopt(
         self,
@@ -511,63 +422,14 @@ class Keeper:
           DamagedError: the checkpoint cannot be read.
           ValueError: this keeper's folder holds steps, or the step is unknown.
         """
-        if self.steps():
-            raise ValueError(
-                "needed a keeper without steps to adopt into, got "
-                f"{self.directory} with {len(self._folder.steps())}: name a new folder "
-                "in Keeper(...)"
-            )
         place = pathlib.Path(path).absolute()
-        if not place.is_dir():
-            raise FileNotFoundError(f"needed a folder to adopt, got {place}")
-        found = _adopting.adopt(place, state, may_start_fresh, step)
-        if _processes.is_first():
-            self._folder.log("adopted", path=str(place), notes=list(found.notes))
-        self._saver.base = found.step
-        self._cadence.saved(found.step)
-        return found
+        return self._way_back.adopt(place, state, may_start_fresh, step)
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Every rollback of this run, oldest first: target, before, reason, extra."""
         return _processes.decide(lambda: _rollback.records(self._folder))
 
-    def _stand_on(self, restored: Restored, notes: list[str], data: Any) -> Restored:
-        self._saver.base = restored.step
-        self._cadence.saved(restored.step)
-        _position.put_back(data, restored.positions, restored.step)
-        if restored.source == "disk":
-            manifest = self._folder.manifest(restored.step)
-            notes = [*notes, *_manifest.differences(manifest, self._config)]
-        return _restoring.with_notes(restored, notes)
-
 
 def _open(directory: str | os.PathLike[str]) -> None:
     """Makes the folder ours, and ends a rollback that a kill cut short."""
     _rollback.finish(Folder(directory, create=True))
-
-
-def _whole_number(step: Any) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if isinstance(step, bool) or number < 0:
-        raise ValueError(f"needed step as a whole number >= 0, got {step!r}")
-    return number
-
-
-def _as_metric(value: Any) -> float | None:
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"needed metric as a number, got {value!r}") from error
-
-
-def _as_json(value: dict[str, Any] | None, name: str = "extra") -> dict[str, Any]:
-    try:
-        copied = json.loads(json.dumps(value or {}))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"needed {name} as a JSON-able dict, got: {error}") from error
-    if not isinstance(copied, dict):
-        raise TypeError(f"needed {name} as a JSON-able dict, got {value!r}")
-    return copied

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from stabil.checkpoints import _files, _manifest, _processes, _retention, _rollback
-from stabil.checkpoints._errors import SaveFailedError
-from stabil.checkpoints._folder import Folder, Verdict
-from stabil.checkpoints._retention import KeepAlso
+from stabil.checkpoints._errors import DamagedError, SaveFailedError
+from stabil.checkpoints._folder import Folder
+from stabil.checkpoints._retention import KeepAlso, Known
 from stabil.checkpoints._saving import Job
+from stabil.checkpoints._verdict import Verdict
 
 
 class Saver:
@@ -209,7 +211,7 @@ class Saver:
             # A rollback that has begun still needs its target.
             if _rollback.pending(self._folder) is not None:
                 return
-            known = self._folder.known(self._keep_also is not None)
+            known = self._known()
             kept = _retention.kept(
                 known, keep_last=self._keep_last, keep_also=self._keep_also
             )
@@ -217,3 +219,19 @@ class Saver:
                 reason = f"{known[old].tag}, not among the steps to keep"
                 self._folder.delete(self._folder.path(old), reason)
             _rollback.trim_quarantine(self._folder, self._keep_quarantined)
+
+    def _known(self) -> dict[int, Known]:
+        """What retention knows of every step; metric and time only if a rule asks."""
+        found = {}
+        for step in self._folder.steps():
+            health, manifest = self._folder.health(step), {}
+            if self._keep_also is not None:
+                with contextlib.suppress(DamagedError):
+                    manifest = self._folder.manifest(step)
+            metric = health.get("metric", manifest.get("metric"))
+            found[step] = Known(
+                health["tag"],
+                math.nan if metric is None else metric,
+                _files.seconds(manifest.get("time", "")),
+            )
+        return found
