@@ -58,9 +58,11 @@ def begin(keeper):
     return restored.step
 
 
-def run(folder, diary, seed, steps=400):
+def run(folder, diary, seed, remote=None, steps=400):
     chance = random.Random(seed)
-    keeper = Keeper(folder, keep_last=2, save_every=2, save_every_minutes=None)
+    keeper = Keeper(
+        folder, keep_last=2, save_every=2, save_every_minutes=None, remote=remote
+    )
     step = begin(keeper)
     write(diary, f"begun {step}")
     taint_began = None
@@ -85,4 +87,6 @@ if __name__ == "__main__":
     if len(sys.argv) > 4:
         kill_at(sys.argv[4], int(sys.argv[5]))
     log = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    run(sys.argv[1], log, int(sys.argv[3]))
+    far = sys.argv[4:] and sys.argv[4] in _points.REMOTE
+    place = f"file://{sys.argv[1]}-far" if far else None
+    run(sys.argv[1], log, int(sys.argv[3]), place)

@@ -233,6 +233,21 @@ def test_donated_states_are_saved_as_they_were(tmp_path, level):
         np.testing.assert_array_equal(found.state["y"], np.full((500, 500), number + 1))
 
 
+@pytest.mark.parametrize("level", ["disk", "memory"])
+def test_one_array_in_two_places_comes_back_as_two(tmp_path, level):
+    """As a weight average begins; to donate one buffer twice is an error."""
+    x = jnp.ones(1000)
+    keeper = Keeper(tmp_path)
+    keeper.save(1, {"params": x, "average": x})
+    keeper.snapshot(2, {"params": x, "average": x})
+    keeper.wait()
+    keeper.mark(1 if level == "disk" else 2, "healthy")
+    restored = keeper.restore({"params": x, "average": x})
+    assert restored.source == level
+    step = jax.jit(lambda s: {k: v + 1 for k, v in s.items()}, donate_argnums=0)
+    np.testing.assert_array_equal(step(restored.state)["average"], np.full(1000, 2))
+
+
 def test_a_numpy_leaf_may_change_after_the_save(tmp_path):
     x = np.zeros(100_000)
     keeper = Keeper(tmp_path)

@@ -93,6 +93,28 @@ def test_a_kill_at_every_named_point_at_any_turn(tmp_path, point):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2, 5, 11])
+def test_a_kill_before_a_copy_far_away_is_whole(tmp_path, times):
+    """The disk is lost with the process: the run goes on from what lies far away."""
+    folder, diary = tmp_path / "run", tmp_path / "diary"
+    diary.touch()
+    process = start(folder, diary, times, _points.REMOTE[0], times)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, output.decode()[-2000:]
+    known = newest_known_healthy(diary)
+    check(folder, diary)
+    keeper = Keeper(tmp_path / "other", remote=f"file://{folder}-far")
+    newest = keeper.newest_healthy()
+    # The copy that was under way is not there; one before it is, if there was one.
+    assert (newest is None) == (times == 1)
+    if newest is not None:
+        assert newest <= known
+        restored = keeper.restore(TARGET)
+        for name, x in make_state(newest).items():
+            np.testing.assert_array_equal(restored.state[name], x)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_kills_at_random_moments(tmp_path, seed):
     """Ten lives a folder, each ended at a moment that no rule chose."""

@@ -93,6 +93,13 @@ def test_the_best_stay_and_nan_is_the_worst(lowest, best):
     assert best[0] not in stay(ill, rule)
 
 
+def test_keeping_the_best_does_not_lose_the_newest():
+    """A manager that ranks by metric alone keeps 3 and 4, and cannot resume from 5."""
+    steps = healthy({1: 3.0, 2: NAN, 3: 2.0, 4: 2.5, 5: 5.0}, steps=range(1, 6))
+    rule = KeepAlso(best=2)
+    assert _retention.kept(steps, keep_last=1, keep_also=rule) == {3, 4, 5}
+
+
 def test_one_step_in_so_many_stays():
     assert stay(healthy(), KeepAlso(every_steps=40)) == [10, 40, 80]
     # Of a span whose first step fell ill, the next.
