@@ -1,4 +1,8 @@
-"""Joins telemetry, policy and checkpoints to anybody's train step."""
+"""Joins telemetry, policy and checkpoints to anybody's train step.
+
+Longer than a module should be, because it is one class that is mostly its own manual;
+what it does is done in the modules that it imports.
+"""
 
 from __future__ import annotations
 
@@ -177,6 +181,31 @@ class Session:
             micro_batch=-1 if micro_batch is None else micro_batch,
             sample_ids=sample_ids,
         )
+
+    def run(
+        self,
+        train_step: Callable[[Any, Any, Controls], tuple[Any, Vitals]],
+        state: Any,
+        batch_for_step: Callable[[int], Any] | Iterable[Any],
+        *,
+        after_step: Iterable[Callable[[int, Any], Any]] = (),
+    ) -> Any:
+        """The whole loop, for those who need no other; returns the last state.
+
+        Args:
+          train_step: `(state, batch, controls) -> (state, vitals)`.
+          state: as for `steps`; an older run is resumed.
+          batch_for_step: as for `steps`.
+          after_step: called in order with the number of the step that runs next and
+            the state that it starts from, for example to evaluate within `pause`.
+        """
+        state = self.resume(state, batch_for_step)
+        for _, batch in self.steps(state, batch_for_step):
+            state, vitals = train_step(state, batch, self.controls)
+            state = self.end_step(state, vitals)
+            for call in after_step:
+                call(self._turns.step, state)
+        return state
 
     @contextmanager
     def pause(self, text: str = "evaluation") -> Generator[None, None, None]:

@@ -139,6 +139,35 @@ def test_resume_before_the_loop_spares_the_thrown_away_step(tmp_path, keeper):
     assert float(state) == 30.0 and ran == [(i, i) for i in range(at, 30)]
 
 
+def test_the_whole_loop_in_one_call_is_the_same(tmp_path):
+    """Callbacks see each state, older ones after a rollback too."""
+    seen = []
+
+    def step(state, batch, controls):
+        assert isinstance(controls, Controls)
+        if batch == 17:
+            return state, make_vitals("nonfinite_gradient", **BAD)
+        return state + 1, make_vitals()
+
+    keeper = FakeKeeper(save_every=5)
+    for total in (30, 40):
+        with Session(
+            tmp_path / "run",
+            checkpoints=keeper,
+            policy=Ladder(ONE_STRIKE),
+            total_steps=total,
+        ) as session:
+            state = session.run(
+                step,
+                jnp.float32(0),
+                lambda i: i,
+                after_step=[lambda n, s: seen.append((n, float(s)))],
+            )
+    assert float(state) == 40.0 and seen[-1] == (40, 40.0)
+    back = next(i for i in range(1, len(seen)) if seen[i][0] <= seen[i - 1][0])
+    assert seen[back] == (10, 10.0) and seen[back - 1] == (18, 17.0)
+
+
 def test_the_skip_list_survives_a_kill_right_after_the_rollback(tmp_path, keeper):
     policy = Ladder(ONE_STRIKE)
     first = Session(tmp_path / "run", checkpoints=keeper, policy=policy)
