@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stabil.detectors import Evidence, JudgeState, judge
+from stabil.detectors import Evidence, JudgeState, judge, read_rows
 from stabil.vocabulary import Cause
 
 _ROWS = 4096  # curves are padded to a multiple, so that few lengths are compiled
@@ -27,8 +27,8 @@ def _play(
             gradient_sums=jnp.square(norm)[None],
             moment_levels=jnp.full([1], jnp.nan),
             bad_moments=jnp.zeros([1], bool),
-            magnitudes=jnp.zeros([0]),
-            nonfinite_rows=jnp.zeros([0], bool),
+            update_rms=jnp.float32(jnp.nan),
+            rows=read_rows(None, 0),
         )
         found = judge(
             state,

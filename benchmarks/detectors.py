@@ -4,8 +4,9 @@
 
 The judge stands alone here, with its state donated as in a train step, for as many
 signals as asked: the loss, the gradient norm, `--rows` activations, and of the rest one
-half gradient leaves and one half moments. The step is forward, backward and AdamW of
-the model of `stabil demo`, unguarded. Both are timed in turn, round by round; the ratio
+half gradient leaves and one half moments. A row brings four statistics, which count as
+one signal, and leaves and rows stand in groups of siblings. The step is forward,
+backward and AdamW of the model of `stabil demo`, unguarded. Both are timed in turn, round by round; the ratio
 is the median over rounds. The compiled judge is searched for transfers to the host and
 for collectives.
 """
@@ -22,10 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from stabil.cli import _demo_model as demo
-from stabil.detectors import Evidence, JudgeState, judge
+from stabil.detectors import Evidence, JudgeState, groups_of, judge, read_rows
+from stabil.vocabulary import Readings
 
 HOST = r"(outfeed|infeed|send|recv|custom-call[^\n]*callback|all-reduce|all-gather)"
 
@@ -33,14 +36,20 @@ HOST = r"(outfeed|infeed|send|recv|custom-call[^\n]*callback|all-reduce|all-gath
 def judge_step(signals: int, rows: int) -> tuple[Callable[..., Any], Any, str]:
     """The compiled judge, its first state, and its program as text."""
     leaves = (signals - rows - 2) // 2
+    rng = np.random.default_rng(0)
+    names = tuple(f"block_{i}/{part}" for i in range(rows // 4) for part in "abcd")
+    table = jnp.asarray(rng.lognormal(size=(rows, 4)), jnp.float32)
+    statistics = ("absmax", "std", "kurtosis", "stable_rank")
+    readings = Readings(table, names, statistics)
+    kinds = [f"block_{i // 8}/{'abcdefgh'[i % 8]}" for i in range(leaves)]
     evidence = Evidence(
         loss=jnp.float32(2.0),
         loss_given=jnp.asarray(True),
         gradient_sums=jnp.ones(leaves),
         moment_levels=jnp.ones(leaves),
         bad_moments=jnp.zeros(leaves, bool),
-        magnitudes=jnp.ones(rows),
-        nonfinite_rows=jnp.zeros(rows, bool),
+        update_rms=jnp.float32(0.2),
+        rows=read_rows(readings, rows),
     )
 
     def step(state: JudgeState) -> tuple[JudgeState, Any]:
@@ -51,6 +60,8 @@ def judge_step(signals: int, rows: int) -> tuple[Callable[..., Any], Any, str]:
             warmup_steps=20,
             max_consecutive_steps=5,
             rows_fingerprint=jnp.uint32(0),
+            groups=groups_of([*kinds, *names]),
+            names=rows,
         )
         return found.state, found.verdict
 

@@ -71,7 +71,8 @@ class Verdict(NamedTuple):
       flags: int32 scalar, a union of `Cause` bits; 0 when nothing was found.
       severity: int32 scalar, a `Severity`.
       first: int32 scalar, position in `Vitals.signals` of the first offending signal
-        in forward order (activations, loss, gradients, moments); -1 when none.
+        in forward order (activations, devices, loss, gradients, moments, update); -1
+        when none.
       score: float32 scalar, the largest robust deviation of any armed signal, in
         robust standard deviations; 0 while no signal is armed; always finite.
     """
@@ -147,6 +148,36 @@ class Measures(NamedTuple):
         )
 
 
+SHADOW_GROUPS = ("loss", "grad_norm", "grads", "moments", "activations")
+
+
+class Shadow(NamedTuple):
+    """Steps on which other thresholds would have fired; nothing follows from them.
+
+    Attributes:
+      thresholds: float32 `[T]`, robust standard deviations.
+      steps: int32 `[T, 5]`, steps on which the largest score of a group was beyond the
+        threshold; the groups are those of `SHADOW_GROUPS`, in order.
+    """
+
+    thresholds: jax.Array
+    steps: jax.Array
+
+    def scalars(self) -> dict[str, int]:
+        """Plain numbers keyed by slash path, for logging; reads the device.
+
+        Examples:
+          >>> list(Shadow(np.array([4.0]), np.zeros((1, 5), int)).scalars())[:2]
+          ['shadow/loss/over_4', 'shadow/grad_norm/over_4']
+        """
+        steps = np.asarray(self.steps)
+        return {
+            f"shadow/{group}/over_{limit:g}": int(steps[i, j])
+            for i, limit in enumerate(np.asarray(self.thresholds).tolist())
+            for j, group in enumerate(SHADOW_GROUPS)
+        }
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Readings:
@@ -215,6 +246,7 @@ class Vitals:
       measures: the `Measures` of this step.
       readings: the `Readings` of this step, or None without a probe.
       signals: names that `verdict.first` points into; static.
+      shadow: `Shadow` of the guard, or None for a clip alone.
     """
 
     verdict: Verdict
@@ -222,6 +254,7 @@ class Vitals:
     measures: Measures
     readings: Readings | None
     signals: tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
+    shadow: Shadow | None = None
 
     @property
     def first(self) -> str | None:
@@ -248,6 +281,7 @@ class Vitals:
         Readings are left out: they have their own `Readings.scalars`.
         """
         m, t = self.measures, self.tally
+        shadow = {} if self.shadow is None else self.shadow.scalars()
         return {
             "loss": float(m.loss),
             "grads/global_norm": float(m.grad_norm),
@@ -260,6 +294,7 @@ class Vitals:
             "tally/blocked_in_a_row": int(t.blocked_in_a_row),
             "tally/clipped_steps": int(t.clipped_steps),
             "tally/resets": int(t.resets),
+            **shadow,
         }
 
 

@@ -10,6 +10,7 @@ The median of few members is rough, so a group of fewer than four has no say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,37 +79,65 @@ def agree(
     """
     usable = jnp.isfinite(values) & (values > 0)
     x = jnp.where(usable, jnp.log(jnp.where(usable, values, 1.0)), jnp.nan)
+    return stand(x, groups, threshold=threshold, ratio=ratio, floor=floor)
+
+
+def stand(
+    x: jax.Array,
+    groups: Sequence[int],
+    *,
+    threshold: float = 8.0,
+    ratio: float = 4.0,
+    floor: float = 0.1,
+) -> Agreement:
+    """What `agree` says of logarithms `[..., S]`; those not finite are left out."""
+    far = math.log(ratio)
     table = _table(tuple(groups))
-    padded = jnp.concatenate([x, jnp.full([1], jnp.nan, x.dtype)])[table]
+    if table.size == 0:
+        nothing = jnp.zeros(x.shape, x.dtype)
+        return Agreement(nothing, nothing, jnp.zeros(x.shape, bool))
+    gap = jnp.full((*x.shape[:-1], 1), jnp.nan, x.dtype)
+    padded = jnp.concatenate([x, gap], axis=-1)[..., table]
     member = jnp.isfinite(padded)
-    median = _median(padded, member)
-    away = padded - median[:, None]
+    away = padded - _median(padded, member)[..., None]
     spread = _MAD_TO_SD * _median(jnp.abs(away), member)
-    scale = jnp.maximum(spread, floor)
-    speaks = member & (jnp.sum(member, axis=1) >= _FEWEST)[:, None]
-    # Back from the table of groups to the order of the signals.
-    apart = jnp.zeros([x.shape[0] + 1], x.dtype)
-    apart = apart.at[table].set(jnp.where(speaks, away, 0.0))[:-1]
-    score = jnp.zeros([x.shape[0] + 1], x.dtype)
-    score = score.at[table].set(jnp.where(speaks, away / scale[:, None], 0.0))[:-1]
-    far = jnp.abs(apart) > jnp.log(jnp.asarray(ratio, x.dtype))
-    return Agreement(score, apart, far & (jnp.abs(score) > threshold))
+    scale = jnp.maximum(spread, floor)[..., None]
+    speaks = member & (jnp.sum(member, axis=-1) >= _FEWEST)[..., None]
+
+    def back(cells: jax.Array) -> jax.Array:
+        """From the table of groups to the order of the signals."""
+        spread_out = jnp.zeros((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
+        return spread_out.at[..., table].set(jnp.where(speaks, cells, 0.0))[..., :-1]
+
+    apart = back(away)
+    score = back(away / scale)
+    return Agreement(
+        score, apart, (jnp.abs(apart) > far) & (jnp.abs(score) > threshold)
+    )
 
 
 def _table(groups: tuple[int, ...]) -> np.ndarray:
-    """Positions of the members of each group, padded with one past the last."""
-    kinds = sorted(set(groups))
-    members = [[i for i, g in enumerate(groups) if g == kind] for kind in kinds]
-    widest = max(map(len, members), default=0)
-    padded = [m + [len(groups)] * (widest - len(m)) for m in members]
-    return np.array(padded, np.int32).reshape(len(kinds), widest)
+    """Positions of the members of each group, padded with one past the last.
+
+    Groups that are too small to speak have no row.
+    """
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    large = [at for _, at in sorted(members.items()) if len(at) >= _FEWEST]
+    widest = max(map(len, large), default=0)
+    padded = [at + [len(groups)] * (widest - len(at)) for at in large]
+    return np.array(padded, np.int32).reshape(len(large), widest)
 
 
 def _median(x: jax.Array, member: jax.Array) -> jax.Array:
-    """Median of the members in each row, by sorting: the others stand at the end."""
-    ordered = jnp.sort(jnp.where(member, x, jnp.inf), axis=1)
-    size = jnp.maximum(jnp.sum(member, axis=1), 1)
-    low = jnp.take_along_axis(ordered, ((size - 1) // 2)[:, None], axis=1)
-    high = jnp.take_along_axis(ordered, (size // 2)[:, None], axis=1)
-    middle = (low + high)[:, 0] / 2
+    """Median of the members in the last axis, by sorting: the others stand at the end.
+
+    0 where there is none.
+    """
+    ordered = jnp.sort(jnp.where(member, x, jnp.inf), axis=-1)
+    size = jnp.maximum(jnp.sum(member, axis=-1), 1)
+    low = jnp.take_along_axis(ordered, ((size - 1) // 2)[..., None], axis=-1)
+    high = jnp.take_along_axis(ordered, (size // 2)[..., None], axis=-1)
+    middle = (low + high)[..., 0] / 2
     return jnp.where(jnp.isfinite(middle), middle, 0.0)

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stabil.detectors._baseline import BaselineState, Deviation
+from stabil.detectors._baseline import Deviation
+from stabil.detectors._replicas import Outsider
+from stabil.detectors._rows import LEAP, LEAP_SCORE, Rows, Slopes
+from stabil.detectors._siblings import Departed
 from stabil.vocabulary import Cause, Severity
 
-LEAF_THRESHOLD = 10.0  # one leaf among hundreds: stricter than a global signal
-LEAF_JUMP = math.log(8.0)
-_ACTIVATION_LIMIT = math.log(100.0)
+_UPDATE_JUMP = math.log(1.5)
 
 
 class Evidence(NamedTuple):
@@ -26,8 +27,8 @@ class Evidence(NamedTuple):
       moment_levels: float32 `[G]`, how large the optimizer's moments are, as
         `stabil.transforms` samples them; NaN where there are none.
       bad_moments: bool `[G]`, leaves whose sampled moments are not finite.
-      magnitudes: float32 `[R]`, activation magnitudes; NaN where not read.
-      nonfinite_rows: bool `[R]`, rows that hold a NaN or an infinity.
+      update_rms: float32 scalar, `Measures.update_rms`; NaN where there is none.
+      rows: `Rows`, what the readings say.
     """
 
     loss: jax.Array
@@ -35,24 +36,37 @@ class Evidence(NamedTuple):
     gradient_sums: jax.Array
     moment_levels: jax.Array
     bad_moments: jax.Array
-    magnitudes: jax.Array
-    nonfinite_rows: jax.Array
+    update_rms: jax.Array
+    rows: Rows
 
 
 class Findings(NamedTuple):
-    """What is wrong: scalars and one boolean per leaf or row."""
+    """What is wrong: scalars and one boolean per leaf, row, or both (leaves first).
+
+    `beyond` is one per signal `[2 + 2 G]`: what passed its calibrated limit.
+    """
 
     bad_loss: jax.Array
     bad_gradients: jax.Array
     bad_moments: jax.Array
     bad_rows: jax.Array
     loss_spike: jax.Array
+    loss_lasts: jax.Array
     norm_spike: jax.Array
+    update_spike: jax.Array
     leaf_spikes: jax.Array
     wild_moments: jax.Array
     row_jumps: jax.Array
+    row_shapes: jax.Array
     row_limits: jax.Array
+    slopes: Slopes
+    crowded: jax.Array
+    layers: Departed
+    outsider: Outsider
     overflow: jax.Array
+    beyond: jax.Array
+    risen: jax.Array
+    drifts: jax.Array
 
     @property
     def nonfinite(self) -> jax.Array:
@@ -78,65 +92,52 @@ def _out_of_line(d: Deviation, level: jax.Array, x: jax.Array) -> jax.Array:
     median = (jumps[(armed - 1) // 2] + jumps[armed // 2]) / 2
     common = jnp.where(jnp.isfinite(median), jnp.maximum(median, 0.0), 0.0)
     highest = jnp.max(jnp.where(d.armed, level, -jnp.inf))
-    own = (d.score > LEAF_THRESHOLD) & (d.jump - common > LEAF_JUMP)
-    return d.armed & own & (x - highest - common > LEAF_JUMP)
+    own = (d.score > LEAP_SCORE) & (d.jump - common > LEAP)
+    return d.armed & own & (x - highest - common > LEAP)
 
 
-def find(
-    e: Evidence,
-    x: jax.Array,
-    d: Deviation,
-    location: jax.Array,
-    rows: Deviation,
-    row_limits: jax.Array,
-    loss_spike: jax.Array,
-    threshold: float,
-) -> Findings:
-    """Findings of a step: signals `x` `[1 + 2 G]` deviate by `d` from `location`."""
+def spikes(
+    e: Evidence, x: jax.Array, d: Deviation, location: jax.Array, threshold: float
+) -> dict[str, jax.Array]:
+    """Findings in the signals `[2 + 2 G]` with logarithms `x`, by name."""
     split = 1 + e.gradient_sums.shape[0]
-    jumps = (d.score > LEAF_THRESHOLD) & (d.jump > LEAF_JUMP)
-    return Findings(
-        bad_loss=~jnp.isfinite(e.loss) & e.loss_given,
-        bad_gradients=jnp.isnan(e.gradient_sums),
-        bad_moments=e.bad_moments,
-        bad_rows=e.nonfinite_rows,
-        loss_spike=loss_spike,
+    moments = slice(split, -1)
+    wild = _out_of_line(
+        Deviation(*(v[moments] for v in d)), location[moments], x[moments]
+    )
+    # Damaged moments make a wild update: that is one finding.
+    wide = (d.score[-1] > threshold) & (d.jump[-1] > _UPDATE_JUMP) & ~jnp.any(wild)
+    return dict(
         norm_spike=d.score[0] > threshold,
-        leaf_spikes=jumps[1:split],
-        wild_moments=_out_of_line(
-            Deviation(*(v[split:] for v in d)), location[split:], x[split:]
-        ),
-        row_jumps=(rows.score > LEAF_THRESHOLD) & (rows.jump > LEAF_JUMP),
-        row_limits=row_limits,
+        update_spike=wide,
+        leaf_spikes=((d.score > LEAP_SCORE) & (d.jump > LEAP))[1:split],
+        wild_moments=wild,
         overflow=jnp.isposinf(jnp.sum(e.gradient_sums)),
     )
 
 
-def past_limit(rows: Deviation, x: jax.Array, baseline: BaselineState) -> jax.Array:
-    """Rows bool `[R]` whose log magnitude passed the limit from their reference."""
-    return rows.armed & (x > baseline.reference + _ACTIVATION_LIMIT)
-
-
-def severity(f: Findings, lasting: jax.Array, risen: jax.Array) -> jax.Array:
+def severity(f: Findings) -> jax.Array:
     """The `Severity` of the findings, int32 scalar."""
     spike = f.loss_spike | f.norm_spike | jnp.any(f.leaf_spikes)
     jump = jnp.any(f.row_jumps)
     block = f.nonfinite | jnp.any(f.wild_moments) | (jump & spike)
     block |= jnp.any(f.row_jumps & f.row_limits)
-    warn = lasting | risen | f.overflow | jnp.any(f.row_limits)
-    levels = (
-        (block, Severity.BLOCK),
-        (warn, Severity.WARN),
-        (spike | jump, Severity.WATCH),
-    )
+    warn = f.loss_lasts | f.risen | f.drifts[0] | f.overflow | f.outsider.lasting
+    warn |= jnp.any(f.row_limits | f.slopes.collapsed)
+    warn |= jnp.any(f.layers.away | f.layers.died) | jnp.any(f.beyond)
+    watch = spike | jump | f.update_spike | jnp.any(f.drifts)
+    watch |= jnp.any(f.row_shapes | f.slopes.tail | f.slopes.rank | f.crowded)
+    watch |= jnp.any(f.layers.alone | f.layers.silent)
+    levels = ((block, Severity.BLOCK), (warn, Severity.WARN), (watch, Severity.WATCH))
     worst = jnp.int32(Severity.OK)
     for holds, level in reversed(levels):
         worst = jnp.where(holds, jnp.int32(level), worst)
     return worst
 
 
-def union(f: Findings, risen: jax.Array) -> jax.Array:
+def union(f: Findings) -> jax.Array:
     """The causes that hold, as bits of an int32 scalar."""
+    leaves = f.leaf_spikes.shape[0]
     holds = {
         Cause.NONFINITE_LOSS: f.bad_loss,
         Cause.NONFINITE_GRADIENT: jnp.any(f.bad_gradients),
@@ -144,11 +145,21 @@ def union(f: Findings, risen: jax.Array) -> jax.Array:
         Cause.NONFINITE_MOMENT: jnp.any(f.bad_moments),
         Cause.NORM_OVERFLOW: f.overflow,
         Cause.LOSS_SPIKE: f.loss_spike,
-        Cause.GRADIENT_SPIKE: f.norm_spike | jnp.any(f.leaf_spikes),
-        Cause.MOMENT_SPIKE: jnp.any(f.wild_moments),
-        Cause.ACTIVATION_LIMIT: jnp.any(f.row_limits),
-        Cause.ACTIVATION_SHIFT: jnp.any(f.row_jumps),
-        Cause.LEVEL_SHIFT: risen,
+        Cause.GRADIENT_SPIKE: f.norm_spike
+        | jnp.any(f.leaf_spikes)
+        | jnp.any(f.beyond[: 1 + leaves]),
+        Cause.UPDATE_SPIKE: f.update_spike | f.beyond[-1],
+        Cause.MOMENT_SPIKE: jnp.any(f.wild_moments)
+        | jnp.any(f.beyond[1 + leaves : -1]),
+        Cause.ACTIVATION_LIMIT: jnp.any(f.row_limits | f.crowded),
+        Cause.ACTIVATION_SHIFT: jnp.any(
+            f.row_jumps | f.row_shapes | f.slopes.tail | f.slopes.rank
+        ),
+        Cause.LAYER_DISAGREEMENT: jnp.any(f.layers.alone | f.layers.away),
+        Cause.REPLICA_DISAGREEMENT: f.outsider.device >= 0,
+        Cause.DEAD_LAYER: jnp.any(f.layers.died | f.layers.silent)
+        | jnp.any(f.slopes.collapsed),
+        Cause.LEVEL_SHIFT: f.risen | jnp.any(f.drifts),
     }
     flags = jnp.zeros([], jnp.int32)
     for cause, found in holds.items():
@@ -169,24 +180,41 @@ def largest(found: jax.Array, score: jax.Array, start: int) -> jax.Array:
     return jnp.where(jnp.any(found), where + jnp.int32(start), jnp.int32(-1))
 
 
-def first_signal(f: Findings, d: Deviation) -> jax.Array:
-    """Position of the first offending signal in forward order, -1 for none."""
-    leaves = f.leaf_spikes.shape[0]
-    none = jnp.int32(-1)
+def first_signal(f: Findings, d: Deviation, names: int) -> jax.Array:
+    """Position of the first offending signal in forward order, -1 for none.
 
-    rows = 2 + 2 * leaves
+    The order of the signals: the loss, the gradient norm, G gradient leaves, G moments,
+    the update, `names` rows, the devices.
+    """
+    leaves = f.leaf_spikes.shape[0]
+    moments, update = 2 + leaves, 2 + 2 * leaves
+    rows = update + 1
+    layers = f.layers.alone | f.layers.away | f.layers.died | f.layers.silent
+    shapes = f.row_shapes | f.slopes.collapsed | f.slopes.tail | f.slopes.rank
+    device = f.outsider.device
+
+    def at(holds: jax.Array, place: int) -> jax.Array:
+        return jnp.where(holds, jnp.int32(place), jnp.int32(-1))
+
     candidates = (
         earliest(f.bad_rows, rows),
-        earliest(f.row_jumps | f.row_limits, rows),
-        jnp.where(f.bad_loss, jnp.int32(0), none),
+        jnp.where(device >= 0, device + rows + names, -1),
+        earliest(f.row_jumps | f.row_limits | shapes | f.crowded, rows),
+        earliest(layers[leaves:], rows),
+        at(f.bad_loss, 0),
         earliest(f.bad_gradients, 2),
-        jnp.where(f.loss_spike, jnp.int32(0), none),
+        at(f.loss_spike | f.drifts[0], 0),
         largest(f.leaf_spikes, d.score[1 : 1 + leaves], 2),
-        jnp.where(f.norm_spike | f.overflow, jnp.int32(1), none),
-        earliest(f.bad_moments, 2 + leaves),
-        largest(f.wild_moments, d.score[1 + leaves :], 2 + leaves),
+        at(f.norm_spike | f.overflow, 1),
+        earliest(layers[:leaves], 2),
+        earliest(f.bad_moments, moments),
+        largest(f.wild_moments, d.score[1 + leaves : -1], moments),
+        at(f.update_spike, update),
+        earliest(f.beyond, 1),
+        at(f.risen | f.drifts[1], 1),
+        at(f.drifts[2], update),
     )
-    first = none
+    first = jnp.int32(-1)
     for candidate in reversed(candidates):
         first = jnp.where(candidate >= 0, candidate, first)
     return first

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from stabil.detectors._baseline import BaselineState
+from stabil.detectors._drift import DriftState
 from stabil.detectors._loss import LossState
+from stabil.detectors._siblings import SiblingState
 
 
 def forget(state: Any, when: jax.Array | bool = True) -> Any:
@@ -35,16 +37,16 @@ def forget(state: Any, when: jax.Array | bool = True) -> Any:
       >>> int(forget(state).judge_state.loss.level.observed)
       0
     """
-    learnt = (BaselineState, LossState)
+    learnt = (BaselineState, DriftState, LossState, SiblingState)
 
     def one(node: Any) -> Any:
-        if isinstance(node, BaselineState):
-            # Broadcast, since the state may be stacked by `vmap`.
-            fresh = BaselineState.empty(node.location.shape[-1])
-        elif isinstance(node, LossState):
+        if not isinstance(node, learnt):
+            return node
+        # Broadcast, since the state may be stacked by `vmap`.
+        if isinstance(node, LossState):
             fresh = LossState.empty()
         else:
-            return node
+            fresh = type(node).empty(node[0].shape[-1])
         return jax.tree.map(lambda f, o: jnp.where(when, f, o), fresh, node)
 
     return jax.tree.map(one, state, is_leaf=lambda node: isinstance(node, learnt))

@@ -60,3 +60,23 @@ def at_least(where: str, least: int, **values: Any) -> None:
             raise ValueError(
                 f"{where}: needed a whole number {name} >= {least}, got {value!r}"
             )
+
+
+def thresholds(where: str, values: Any) -> tuple[float, ...]:
+    """One positive number or more, as a tuple of floats.
+
+    Examples:
+      >>> thresholds("guard", ())
+      Traceback (most recent call last):
+      ...
+      ValueError: guard: needed one threshold > 0 or more for shadow, got ()
+    """
+    try:
+        numbers = tuple(_number(where, "shadow", value) for value in values)
+    except TypeError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise ValueError(
+            f"{where}: needed one threshold > 0 or more for shadow, got {values!r}"
+        )
+    return numbers

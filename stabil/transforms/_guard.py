@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from stabil import _tree
-from stabil.detectors import Evidence, JudgeState, judge, read_rows
-from stabil.transforms import _check
-from stabil.transforms._moment_levels import MomentLevels, moment_levels
+from stabil.detectors import JudgeState, judge, limits_for, read_ranges
+from stabil.transforms import _check, _evidence
+from stabil.transforms._moment_levels import moment_levels
 from stabil.transforms._moments import restart_moments
 from stabil.transforms._selective import selective_update
 from stabil.transforms._spike_aware import count, spike_aware
@@ -47,6 +48,8 @@ def guard(
     warmup_steps: int = 20,
     max_consecutive_steps: int = 5,
     max_readings: int = 256,
+    shadow: Sequence[float] = (4.0, 8.0, 12.0),
+    calibration: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Judges every step before the optimizer acts, and blocks the bad ones.
 
@@ -80,6 +83,11 @@ def guard(
       warmup_steps: steps during which only finiteness judges; >= 1.
       max_consecutive_steps: finite refusals in a row before the level is re-learnt.
       max_readings: rows of `readings` to make room for in the state; >= 0.
+      shadow: other thresholds, in robust standard deviations, that are only counted:
+        `stabil.vitals(opt_state).shadow` says how often each would have fired.
+      calibration: file written by `stabil calibrate`, or what `stabil.curves.calibrate`
+        returned: a signal beyond its limit is a WARN from the first step on, and a
+        signal that is noisy by nature is judged by that noise.
 
     Returns:
       Transformation. `update` takes these extra arguments, all optional: `loss`, a
@@ -91,7 +99,8 @@ def guard(
     Raises:
       ValueError: a hyperparameter is out of range; at trace time, a loss that is no
         scalar, or readings with more rows than `max_readings`.
-      TypeError: `inner` or `clip` is no gradient transformation.
+      TypeError: `inner` or `clip` is no gradient transformation, or `calibration` is
+        neither a path nor a mapping.
 
     Examples:
       >>> import jax.numpy as jnp, optax, stabil
@@ -111,6 +120,8 @@ def guard(
         max_consecutive_steps=max_consecutive_steps,
     )
     _check.at_least("guard", 0, max_readings=max_readings)
+    others = _check.thresholds("guard", shadow)
+    ranges = read_ranges(calibration)
     if isinstance(clip, str) and clip == "spike_aware":
         clip = spike_aware(
             threshold=threshold,
@@ -133,7 +144,7 @@ def guard(
             inner_state=inner.init(params),
             clip_state=clip.init(params),
             judge_state=JudgeState.empty(
-                len(_tree.measured_names(params)), max_readings
+                len(_tree.measured_names(params)), max_readings, others
             ),
             verdict=Verdict.clear(),
             tally=Tally.zero(),
@@ -155,11 +166,16 @@ def guard(
         moments = moment_levels(state.inner_state, grads)
         found = judge(
             state.judge_state,
-            _evidence(sums, moments, loss, readings, max_readings),
-            rows_fingerprint=_mark(state.judge_state.rows, readings),
+            _evidence.gather(sums, moments, loss, readings, max_readings),
+            rows_fingerprint=_evidence.mark(state.judge_state.rows, readings),
             threshold=threshold,
             warmup_steps=warmup_steps,
             max_consecutive_steps=max_consecutive_steps,
+            groups=_evidence.sibling_groups(grads, readings, max_readings),
+            names=0 if readings is None else len(readings.names),
+            limits=limits_for(
+                ranges, _tree.measured_names(grads), readings, max_readings
+            ),
         )
         ok = found.verdict.severity < int(Severity.BLOCK)
         asked = jnp.bool_(False) if controls is None else controls.reset_moments
@@ -200,7 +216,7 @@ def guard(
             verdict=found.verdict,
             tally=count(state.tally, found.verdict, factor < 1, jnp.sum(restart)),
             measures=Measures(
-                loss=_scalar(loss),
+                loss=_evidence.scalar(loss),
                 grad_norm=jnp.sqrt(jnp.sum(sums)),
                 clip_factor=factor,
                 update_rms=moments.rms,
@@ -210,57 +226,6 @@ def guard(
         return _tree.zeros_unless(proceed, _slowed(updates, scale)), new
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _scalar(loss: Any) -> jax.Array:
-    if loss is None:
-        return jnp.full([], jnp.nan, jnp.float32)
-    if jnp.shape(loss) != ():
-        raise ValueError(
-            f"guard: needed a scalar loss, got one of shape {jnp.shape(loss)}; write "
-            "tx.update(grads, opt_state, params, loss=loss.mean())"
-        )
-    return jnp.asarray(loss).astype(jnp.float32)
-
-
-def _evidence(
-    sums: jax.Array,
-    moments: MomentLevels,
-    loss: Any,
-    readings: Any,
-    max_readings: int,
-) -> Evidence:
-    if readings is not None:
-        if not isinstance(readings, Readings) or readings.values.ndim != 2:
-            got = jnp.shape(getattr(readings, "values", readings))
-            raise ValueError(
-                "guard: needed stabil.Readings with values [rows, statistics], got "
-                f"{type(readings).__name__} of shape {got}; write logits, readings = "
-                "probed.apply(...) and hand readings= on as they are"
-            )
-        if len(readings.names) > max_readings:
-            rows = len(readings.names)
-            raise ValueError(
-                f"guard: needed at most {max_readings} rows of readings, got {rows}; "
-                f"write stabil.guard(..., max_readings={rows}) or a narrower "
-                "stabil.probe(model, where=...)"
-            )
-    magnitudes, marks = read_rows(readings, max_readings)
-    return Evidence(
-        loss=_scalar(loss),
-        loss_given=jnp.asarray(loss is not None),
-        gradient_sums=sums,
-        moment_levels=moments.level,
-        bad_moments=moments.bad,
-        magnitudes=magnitudes,
-        nonfinite_rows=marks,
-    )
-
-
-def _mark(old: jax.Array, readings: Readings | None) -> jax.Array:
-    if readings is None:
-        return old
-    return jnp.asarray(_tree.fingerprint(readings.names))
 
 
 def _clip_factor(clip_state: Any) -> jax.Array:

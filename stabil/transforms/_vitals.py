@@ -11,7 +11,7 @@ import optax
 from stabil import _tree
 from stabil.transforms._guard import GuardState
 from stabil.transforms._spike_aware import SpikeAwareState
-from stabil.vocabulary import Measures, Readings, Severity, Tally, Verdict, Vitals
+from stabil.vocabulary import Measures, Readings, Severity, Shadow, Verdict, Vitals
 
 _KINDS = (GuardState, SpikeAwareState)
 _MIRRORS = ("mu", "trace", "nu")  # fields of Optax states whose trees mirror params
@@ -61,13 +61,16 @@ def vitals(
     names = [_signals(x, opt_state, params, readings) for x in found]
     if len(found) == 1:
         one = found[0]
-        return Vitals(one.verdict, one.tally, one.measures, readings, names[0])
+        return Vitals(
+            one.verdict, one.tally, one.measures, readings, names[0], _shadow(one)
+        )
     return Vitals(
         verdict=_worst([x.verdict for x in found], [len(n) for n in names]),
         tally=_largest([x.tally for x in found]),
         measures=_joint([x.measures for x in found]),
         readings=readings,
         signals=tuple(name for group in names for name in group),
+        shadow=_largest_shadow([_shadow(x) for x in found]),
     )
 
 
@@ -78,15 +81,31 @@ def _signals(
         leaves = _leaf_names(None, opt_state, params)
         return ("grads/global_norm", *(f"grads/{n}" for n in leaves))
     rows = () if readings is None else readings.names
-    count = (state.judge_state.signals.location.shape[-1] - 1) // 2
+    shards = None if readings is None else readings.shards
+    devices = range(0 if shards is None else shards.shape[-3])
+    count = state.judge_state.signals.location.shape[-1] // 2 - 1
     leaves = _leaf_names(count, state.inner_state, params)
     return (
         "loss",
         "grads/global_norm",
         *(f"grads/{n}" for n in leaves),
         *(f"moments/{n}" for n in leaves),
+        "updates/rms",
         *(f"activations/{n}" for n in rows),
+        *(f"devices/{i}" for i in devices),
     )
+
+
+def _shadow(state: Any) -> Shadow | None:
+    return state.judge_state.shadow if isinstance(state, GuardState) else None
+
+
+def _largest_shadow(found: list[Shadow | None]) -> Shadow | None:
+    """The largest counters, where all guards count the same thresholds."""
+    shapes = {None if x is None else x.steps.shape for x in found}
+    if len(shapes) > 1 or found[0] is None:
+        return None
+    return _largest(found)
 
 
 def _leaf_names(count: int | None, state: Any, params: Any) -> tuple[str, ...]:
@@ -115,7 +134,7 @@ def _worst(verdicts: list[Verdict], lengths: list[int]) -> Verdict:
     return worst._replace(flags=flags, score=jnp.max(stacked.score))
 
 
-def _largest(tallies: list[Tally]) -> Tally:
+def _largest(tallies: list[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.max(jnp.stack(x), 0), *tallies)
 
 
