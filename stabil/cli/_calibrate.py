@@ -15,8 +15,9 @@ def add_command(commands: Any) -> None:
         description=(
             "Reads the log of a short, healthy run and writes the typical size, the "
             "noise and the limit of every number in it to one readable file, for "
-            "stabil lint --calibration FILE. Exit code 0: written; 2: the log could "
-            "not be read."
+            "stabil.guard(..., calibration=FILE) and stabil lint --calibration FILE. "
+            "LOG may be the folder of a run that holds one. Exit code 0: written; 2: "
+            "the log could not be read."
         ),
     )
     parser.add_argument("log", type=pathlib.Path, metavar="LOG")

@@ -26,6 +26,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--watch", action="store_true", help="show events that need no attention too"
     )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="the logs are of like runs, or of the processes of one: say which departs",
+    )
     parser.add_argument("--png", type=pathlib.Path, help="draw the first log to a file")
     parser.add_argument(
         "--format", help="do not guess: csv, tsv, json, jsonl, text ..."
@@ -55,7 +60,7 @@ def _lint(args: argparse.Namespace) -> int:
 
     names = {k: getattr(args, k) for k in ("format", "step", "loss", "grad_norm")}
     ranges = curves.load_calibration(args.calibration) if args.calibration else {}
-    code, reports = 0, []
+    code, reports, read_well = 0, [], []
     for path in args.logs:
         try:
             report = curves.lint(path, pattern=args.pattern, **names)
@@ -66,6 +71,7 @@ def _lint(args: argparse.Namespace) -> int:
             reports.append({"path": str(path), "error": str(error)})
             code = 2
             continue
+        read_well.append(report)
         limits = [{"signal": name, **event.as_dict()} for name, event in beyond]
         reports.append(report.as_dict() | {"past_limits": limits})
         if report.findings or report.problem_count or beyond:
@@ -77,9 +83,38 @@ def _lint(args: argparse.Namespace) -> int:
                 print(f"  {event}: {name}")
         if args.png and path == args.logs[0]:
             curves.draw(report, args.png)
+    result: dict[str, Any] = {"logs": reports}
+    if args.together:
+        result["departures"] = _together(args, read_well)
+        code = max(code, int(bool(result["departures"])))
     if args.json:
-        print_json({"logs": reports, "exit_code": code})
+        print_json(result | {"exit_code": code})
     return code
+
+
+def _together(args: argparse.Namespace, reports: list[Any]) -> list[dict[str, Any]]:
+    """What departs from the other logs, as plain values; printed unless `--json`."""
+    from stabil import curves
+
+    paths = [report.path for report in reports]
+    read = {"format": args.format, "pattern": args.pattern}
+    found = [
+        one._asdict() | {"log": paths[one.log]}
+        for one in curves.compare_logs(paths, **read)
+    ]
+    found += [
+        message._asdict() | {"log": paths[at]}
+        for at, message in curves.only_in_one([r.messages for r in reports])
+    ]
+    for one in found if not args.json else ():
+        if "signal" in one:
+            steps = f"from step {one['step']:g} to {one['last']:g}"
+            away = f"{one['score']:.3g} deviations"
+            print(f"{one['log']} departs: {one['signal']} {steps}, {away}")
+        else:
+            lines = f"{one['lines']} lines from {one['first']} on"
+            print(f"{one['log']} alone says: {one['template']} ({lines})")
+    return found
 
 
 def _tell_problems(report: Any) -> None:
@@ -99,6 +134,8 @@ def _tell(report: Any, everything: bool) -> None:
     shown = report.events if everything else report.findings
     for event in shown:
         print(f"  {event}")
+    for message in report.repeated[:5]:
+        print(f"  {message.lines} lines from {message.first} on: {message.template}")
     quiet = len(report.events) - len(report.findings)
     rest = "" if everything or not quiet else f", {quiet} that need no attention"
     print(f"  {len(report.findings)} findings{rest}")

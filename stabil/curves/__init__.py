@@ -2,6 +2,7 @@
 
 from stabil.curves._calibrate import Typical as Typical
 from stabil.curves._calibrate import calibrate as calibrate
+from stabil.curves._calibrate import calibrate_records as calibrate_records
 from stabil.curves._calibrate import load_calibration as load_calibration
 from stabil.curves._calibrate import past_limits as past_limits
 from stabil.curves._calibrate import save_calibration as save_calibration
@@ -14,6 +15,9 @@ from stabil.curves._event import Event as Event
 from stabil.curves._events import Tracker as Tracker
 from stabil.curves._hindsight import find_events as find_events
 from stabil.curves._judge import Judge as Judge
+from stabil.curves._messages import Message as Message
+from stabil.curves._messages import Messages as Messages
+from stabil.curves._messages import only_in_one as only_in_one
 from stabil.curves._ranks import Departure as Departure
 from stabil.curves._ranks import departures as departures
 from stabil.curves._read import FORMATS as FORMATS
@@ -26,6 +30,8 @@ from stabil.curves._sketch import Sketch as Sketch
 from stabil.curves._spike_score import SpikeScore as SpikeScore
 from stabil.curves._spike_score import StabilityMonitor as StabilityMonitor
 from stabil.curves._spike_score import spike_score as spike_score
+from stabil.curves._together import LogDeparture as LogDeparture
+from stabil.curves._together import compare_logs as compare_logs
 
 __all__ = [
     "FORMATS",
@@ -35,6 +41,9 @@ __all__ = [
     "Event",
     "Judge",
     "Log",
+    "LogDeparture",
+    "Message",
+    "Messages",
     "Problem",
     "Report",
     "Signal",
@@ -44,12 +53,15 @@ __all__ = [
     "Tracker",
     "Typical",
     "calibrate",
+    "calibrate_records",
     "collapse",
+    "compare_logs",
     "departures",
     "draw",
     "find_events",
     "lint",
     "load_calibration",
+    "only_in_one",
     "past_limits",
     "save_calibration",
     "spike_score",

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import statistics
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from stabil.curves._columns import choose, number
@@ -76,15 +77,29 @@ def calibrate(path: str | pathlib.Path, **names: Any) -> dict[str, Typical]:
     Values that are not finite are left out. A signal with fewer than 20 values is too.
 
     Args:
-      path: the log, in any format that `Log` reads.
+      path: the log, in any format that `Log` reads, or the folder of a run that holds
+        one.
       **names: format and pattern, as in `Log`.
 
     Returns:
       One `Typical` for each name, in the order of the log; the step is left out.
     """
-    log = Log(path, **names)
+    log = Log(_log_of(pathlib.Path(path)), **names)
+    return calibrate_records(record for _, record in log.records())
+
+
+def calibrate_records(records: Iterable[Mapping[str, Any]]) -> dict[str, Typical]:
+    """Typical ranges of every number in records of a run, for example a live one.
+
+    Args:
+      records: one mapping from names to numbers for each step, such as what
+        `Vitals.scalars` and `Readings.scalars` return, joined.
+
+    Returns:
+      One `Typical` for each name with 20 values or more; the step is left out.
+    """
     signals: dict[str, _Thinned] = {}
-    for _, record in log.records():
+    for record in records:
         for name, value in record.items():
             x = _finite(value)
             if x is not None:
@@ -95,6 +110,24 @@ def calibrate(path: str | pathlib.Path, **names: Any) -> dict[str, Typical]:
         for name, signal in signals.items()
         if name != step and signal.seen >= _FEWEST
     }
+
+
+def _log_of(path: pathlib.Path) -> pathlib.Path:
+    """The log of numbers in a run's folder: the largest that holds no events."""
+    if not path.is_dir():
+        return path
+    logs = [
+        p
+        for p in path.iterdir()
+        if p.suffix in (".jsonl", ".csv", ".tsv") and not p.name.startswith("events")
+    ]
+    if not logs:
+        raise FileNotFoundError(
+            f"{path}: needed a log of numbers in the run's folder, got none; write "
+            "stabil.Session(..., sinks=[stabil.telemetry.ScalarLog(run_dir / "
+            "'scalars.jsonl')])"
+        )
+    return max(logs, key=lambda p: p.stat().st_size)
 
 
 def _finite(value: Any) -> float | None:

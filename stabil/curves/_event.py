@@ -14,6 +14,9 @@ KINDS = {
     "restart": "the loss is back where the run began, or the step counter goes back",
     "hard_batch": "one high loss, gone with the next row",
     "gradient_blip": "the gradient norm rises, the loss does not",
+    "data_pattern": "the loss repeats itself, as it does on data that is not shuffled",
+    "plateau": "for half the run so far the loss stood still",
+    "drift": "the loss or the gradient norm rises slowly, over hundreds of rows",
     "limit": "a signal passes the limit of its calibrated range",
 }
 
@@ -29,7 +32,7 @@ class Event(NamedTuple):
       end: last step.
       level: value that was normal before, in the unit of the signal; NaN if unknown.
       height: largest value over the level: a ratio; a difference if the run has
-        negative losses; NaN if nothing finite was seen.
+        negative losses; the period of a data pattern, in steps; NaN if unknown.
       recovery: steps from the peak to the end; NaN if the log ends before.
       lead: steps by which the gradient norm was out of line before the loss; 0 if not.
 
@@ -56,7 +59,9 @@ class Event(NamedTuple):
     def __str__(self) -> str:
         word = ("ok", "watch", "warn", "block")[self.severity]
         text = f"{word} {self.kind} at {_whole(self.start)}"
-        if self.kind == "nonfinite":
+        if self.kind == "data_pattern":
+            text += f", period {self.height:.3g}"
+        elif self.kind in ("nonfinite", "plateau"):
             text += f" to {_whole(self.end)}"
         elif not math.isnan(self.height):
             text += f", peak {self.height:.3g}x at {_whole(self.peak)}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from stabil.curves._event import Event
 from stabil.curves._events import Tracker
 from stabil.curves._judge import WARN, Judge
+from stabil.curves._slow import WINDOW, Slow
 
 _STILL_HIGH = 1.05
 _SLOW_RISE = math.log(1.15)
@@ -23,27 +24,36 @@ def find_events(rows: Iterable[Row], judge: Judge | None = None) -> list[Event]:
     `diverge`; a gradient event inside or just before a loss event is a part of it. It
     adds one thing: a loss that ends 15 % above its lowest level, and by more than its
     noise, without an event that says so, is a `diverge` from the lowest level on.
+    Notices of what shows over hundreds of rows only (`data_pattern`, `plateau`,
+    `drift`) come with it.
 
     Args:
       rows: (step, loss, gradient norm or None) in the order of the log.
       judge: the judge to use; a new one if None.
     """
-    tracker = Tracker(judge)
-    events = list(_all(tracker, rows))
+    tracker, slow = Tracker(judge), Slow()
+    events = list(_all(tracker, slow, rows))
     events = [_undone(e, tracker.returned) for e in events]
     events = _join_divergence(events, tracker)
     events += _slow_divergence(events, tracker)
     faults = [e for e in events if e.kind != "gradient_blip"]
     kept = [e for e in events if e.kind != "gradient_blip" or not _inside(e, faults)]
+    kept += [e for e in slow.finish() if e.kind != "drift" or not _inside(e, faults)]
     return sorted(kept, key=lambda e: (e.start, e.end))
 
 
-def _all(tracker: Tracker, rows: Iterable[Row]) -> Iterator[Event]:
-    take = tracker.row
-    for step, loss, norm in rows:
+def _all(tracker: Tracker, slow: Slow, rows: Iterable[Row]) -> Iterator[Event]:
+    take, window = tracker.row, []
+    for row in rows:
+        window.append(row)
+        if len(window) == WINDOW:
+            slow.take(window)
+            window = []
+        step, loss, norm = row
         ended = take(step, loss, norm)
         if ended:
             yield from ended
+    slow.take(window)
     yield from tracker.finish()
 
 

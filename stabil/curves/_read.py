@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from stabil.curves import _records, _tensorboard
 from stabil.curves._columns import choose, number
+from stabil.curves._messages import Messages
 
 _LOOK_AHEAD = 64  # records whose names are looked at before the columns are chosen
 _KEPT = 20  # problems that are kept; all are counted
@@ -50,6 +51,7 @@ class Log:
       columns: names that play the roles step, loss and grad_norm; after the first row.
       problems: the first 20 `Problem`s met so far.
       problem_count: all problems met so far.
+      messages: `Messages`, the lines of a text that hold no numbers.
 
     Raises:
       ValueError: no loss was found, a named column is not there, the format is
@@ -79,6 +81,7 @@ class Log:
         self.columns: dict[str, str | None] = {}
         self.problems: list[Problem] = []
         self.problem_count = 0
+        self.messages = Messages()
         self._named = {"step": step, "loss": loss, "grad_norm": grad_norm}
         self._pattern = pattern
 
@@ -93,7 +96,9 @@ class Log:
             "tsv": functools.partial(_records.table, mark="\t"),
             "jsonl": _records.lines,
             "json": _records.document,
-            "text": functools.partial(_records.text, pattern=self._pattern),
+            "text": functools.partial(
+                _records.text, pattern=self._pattern, other=self.messages.add
+            ),
             "tensorboard": _tensorboard.scalars,
         }[self.format]
         return read(self.path, self._complain)
@@ -101,6 +106,7 @@ class Log:
     def records(self) -> Iterator[_records.Record]:
         """Line number and every name and value of each record, as slash paths."""
         self.problems, self.problem_count = [], 0
+        self.messages = Messages()
         records = self._source()
         first = list(itertools.islice(records, _LOOK_AHEAD))
         stream = itertools.chain(first, records)

@@ -72,11 +72,17 @@ def table(path: pathlib.Path, complain: Complain, mark: str = ",") -> Iterator[R
 
 def lines(path: pathlib.Path, complain: Complain) -> Iterator[Record]:
     """One JSON object a line."""
-    loads = json.loads
+    decoder = json.JSONDecoder()
+    start = decoder.raw_decode
     with open_text(path) as file:
         for at, line in enumerate(file, 1):
             try:
-                record = loads(line)
+                if line[0] == "{":
+                    record, end = start(line)
+                    if line[end:] != "\n" and line[end:].strip():
+                        record = decoder.decode(line)  # says what is wrong
+                else:
+                    record = decoder.decode(line)
             except ValueError as error:
                 if line.strip():
                     complain(at, f"no JSON: {error}")
@@ -106,16 +112,24 @@ def document(path: pathlib.Path, complain: Complain) -> Iterator[Record]:
 
 
 def text(
-    path: pathlib.Path, complain: Complain, pattern: str | None = None
+    path: pathlib.Path,
+    complain: Complain,
+    pattern: str | None = None,
+    other: Complain | None = None,
 ) -> Iterator[Record]:
-    """Lines that match a pattern with named groups, or that look like metrics."""
-    del complain  # lines without metrics are normal in a text
+    """Lines that match a pattern with named groups, or that look like metrics.
+
+    Any other line is normal in a text, and is handed to `other`.
+    """
+    del complain
     find = _built_in if pattern is None else _by(pattern)
     with open_text(path) as file:
         for at, line in enumerate(file, 1):
             record = find(line)
             if record:
                 yield at, record
+            elif other is not None:
+                other(at, line)
 
 
 def _by(pattern: str) -> Callable[[str], dict[str, Any] | None]:

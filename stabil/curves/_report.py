@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from stabil.curves._event import Event
 from stabil.curves._hindsight import find_events
 from stabil.curves._judge import WARN
+from stabil.curves._messages import Message
 from stabil.curves._read import Log, Problem
 from stabil.curves._sketch import Sketch
 from stabil.curves._spike_score import SpikeScore
@@ -30,6 +31,7 @@ class Report(NamedTuple):
       sketch: what of the loss was kept for pictures.
       problems: the first lines that could not be used.
       problem_count: how many there were.
+      messages: `Message`s of a text log, with those of a single line.
     """
 
     path: str
@@ -44,6 +46,12 @@ class Report(NamedTuple):
     sketch: Sketch
     problems: list[Problem]
     problem_count: int
+    messages: list[Message]
+
+    @property
+    def repeated(self) -> list[Message]:
+        """Messages of trouble that the log repeats."""
+        return [m for m in self.messages if m.ill and m.lines > 1]
 
     @property
     def findings(self) -> list[Event]:
@@ -56,6 +64,7 @@ class Report(NamedTuple):
         del plain["sketch"]
         plain["events"] = [e.as_dict() for e in self.events]
         plain["problems"] = [p._asdict() for p in self.problems]
+        plain["messages"] = [m._asdict() for m in self.messages if m.lines > 1][:20]
         return {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in plain.items()
@@ -104,4 +113,5 @@ def lint(path: str | pathlib.Path, **names: Any) -> Report:
         sketch=sketch,
         problems=log.problems,
         problem_count=log.problem_count,
+        messages=log.messages.repeated(1),
     )

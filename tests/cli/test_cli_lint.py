@@ -71,3 +71,22 @@ def test_calibration_is_made_and_held_against(tmp_path, capsys):
     assert main(["calibrate", base, "--out", out, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["signals"]["loss"]["limit"] > 100
     assert main(["lint", base, "--calibration", base]) == 2
+
+
+def test_logs_of_like_runs_are_held_against_each_other(tmp_path, capsys):
+    paths = []
+    for rank in range(4):
+        path = tmp_path / f"rank_{rank}.log"
+        rows = [f"step {i} loss {3 + 0.01 * (i % 5 + rank)}" for i in range(80)]
+        if rank == 2:
+            rows += ["ERROR link 1 down", "ERROR link 2 down"]
+            rows[40:60] = [f"step {i} loss 30.0" for i in range(40, 60)]
+        path.write_text("\n".join(rows))
+        paths.append(str(path))
+    assert main(["lint", "--together", *paths]) == 1
+    out = capsys.readouterr().out
+    assert f"{paths[2]} departs: loss from step 40 to 59" in out
+    assert f"{paths[2]} alone says: ERROR link <*> down (2 lines from 81 on)" in out
+    assert main(["lint", "--together", "--json", *paths]) == 1
+    found = json.loads(capsys.readouterr().out)["departures"]
+    assert [one["log"] for one in found] == [paths[2], paths[2]]

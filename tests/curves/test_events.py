@@ -18,7 +18,8 @@ def events(losses, norms=None, every=1):
     steps = range(0, every * len(losses), every)
     found = find_events(zip(steps, losses, norms, strict=True))
     assert all(e.kind in KINDS for e in found)
-    return found
+    # These curves stand still but for their events, which is a plateau to `test_slow`.
+    return [e for e in found if e.kind != "plateau"]
 
 
 def test_healthy_run_has_none(rng):
@@ -116,7 +117,8 @@ def test_run_that_begins_again(rng):
 def test_step_counter_that_goes_back_is_a_restart(rng):
     losses, _ = curve(rng)
     steps = [*range(300), *range(250, 550)]
-    (event,) = find_events((s, x, None) for s, x in zip(steps, losses, strict=True))
+    found = find_events((s, x, None) for s, x in zip(steps, losses, strict=True))
+    (event,) = (e for e in found if e.kind != "plateau")
     assert (event.kind, event.severity, event.start) == ("restart", 1, 250)
 
 
