@@ -6,9 +6,9 @@ The judge stands alone here, with its state donated as in a train step, for as m
 signals as asked: the loss, the gradient norm, `--rows` activations, and of the rest one
 half gradient leaves and one half moments. A row brings four statistics, which count as
 one signal, and leaves and rows stand in groups of siblings. The step is forward,
-backward and AdamW of the model of `stabil demo`, unguarded. Both are timed in turn, round by round; the ratio
-is the median over rounds. The compiled judge is searched for transfers to the host and
-for collectives.
+backward and AdamW of the model of `stabil demo`, unguarded. Both are timed in turn,
+round by round; the ratio is the median over rounds. The compiled judge is searched for
+transfers to the host and for collectives.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def test_blocks_run(standard_promotion, capsys, tmp_path, monkeypatch):
         "LICENSE",
         "CHANGELOG.md",
         "docs/checkpoints.md",
+        "docs/judging.md",
         "docs/methods.md",
         "docs/probing.md",
         "docs/running.md",

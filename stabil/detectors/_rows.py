@@ -2,8 +2,8 @@
 
 Of each row the judge follows four logarithms, stacked one after the other in one vector
 of `4 R` signals: the magnitude (`absmax`, or `rms` without it), the standard deviation
-(`std`), the tail (`kurtosis`) and the stable rank (`stable_rank`, by whoever measures
-it). A statistic that was not read is NaN and changes nothing.
+(`std`), the tail (`kurtosis` + 3) and the stable rank (`stable_rank`, by whoever
+measures it). A statistic that was not read is NaN and changes nothing.
 """
 
 from __future__ import annotations
@@ -94,8 +94,11 @@ def read_rows(readings: Readings | None, size: int) -> Rows:
                 marks |= column(table, name) > 0
         return marks
 
+    # The kurtosis of a probe is the excess over 3; its logarithm needs all of it.
     shapes = [
-        column(values, name) if name in have else empty.shapes[0, :rows]
+        column(values, name) + (3.0 if name == "kurtosis" else 0.0)
+        if name in have
+        else empty.shapes[0, :rows]
         for name in STATISTICS
     ]
     crowded = share("_overflow", _LARGEST_OVERFLOW)
