@@ -1,4 +1,7 @@
-"""Damage to every kind of file: found and survived, or without effect; never silent."""
+"""Damage to every kind of file: found and survived, or without effect; never silent.
+
+The campaign: `python -m pytest -n 0 -s -m slow tests/checkpoints/test_damage.py`.
+"""
 
 import random
 import shutil

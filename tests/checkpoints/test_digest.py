@@ -36,10 +36,10 @@ def by_hand(words):
     """The formula of the module's docstring in Python integers."""
     odd = lambda n: mix(n * 0x9E3779B1 % 2**32) | 1  # noqa: E731
     first = second = 0
-    for i, w in enumerate(words):
-        b, j = divmod(i, 65536)
-        first += mix(int(w)) * odd(j) * odd(b + 65536)
-        second += mix(int(w)) * odd(b + 131072)
+    for b in range(len(words) // 65536 + 1):
+        block = words[65536 * b : 65536 * (b + 1)].tolist()
+        first += odd(b + 65536) * sum(mix(w) * odd(j) for j, w in enumerate(block))
+        second += odd(b + 131072) * sum(map(mix, block))
     return first % 2**32, second % 2**32
 
 
@@ -49,16 +49,18 @@ def sample(rng, dtype, shape):
 
 
 def test_follows_the_formula(rng):
-    x = rng.standard_normal((3, 41, 700)).astype(np.float32)
+    x = rng.standard_normal((3, 31, 710)).astype(np.float32)
     assert whole(x)[:2] == by_hand(x.reshape(-1).view(np.uint32))
-    x = rng.standard_normal(70_000).astype(np.float16)
+    x = rng.standard_normal(66_000).astype(np.float16)
     assert whole(x)[:2] == by_hand(x.view(np.uint16))
-    x = rng.standard_normal(40_000)
+    x = rng.standard_normal(33_000)
     assert whole(x)[:2] == by_hand(x.view(np.uint32))
 
 
 def test_host_and_device_agree(rng):
-    arrays = [sample(rng, d, s) for d in DTYPES for s in [(), (2, 3, 4)]]
+    # One program for all: to compile it is what this test costs.
+    arrays = [sample(rng, d, (2, 3, 4)) for d in DTYPES]
+    arrays += [sample(rng, d, ()) for d in ("float32", "int4")]
     arrays += [sample(rng, d, (3, 50_000)) for d in ("float32", "bfloat16")]
     table = np.asarray(_digest.digest_on_device(arrays))
     for x, row in zip(arrays, table, strict=True):
