@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+from stabil import telemetry
+from stabil.policy import Ladder, Observation
 from stabil.session import ExitCode
 from stabil.session._ending import _COMPARE_EVERY
 from stabil.telemetry import Beat, Event, EventLog, Heartbeat
@@ -28,6 +30,17 @@ def functions():
     for block in others:
         exec(compile(block, "docs/running.md", "exec"), names)
     return names
+
+
+def test_the_policy_of_the_page_can_be_made():
+    (told,) = [p for p in functions().values() if isinstance(p, Ladder)]
+    kinds = {a.kind for a in told.decide(Observation(3, 3, ("loss_spike",), "wte"))}
+    assert kinds == {"skip", "look"}
+
+
+@pytest.mark.parametrize("name", re.findall(r"`telemetry\.(\w+)", DOC.read_text()))
+def test_the_sinks_that_it_names_exist(name):
+    assert name in telemetry.__all__
 
 
 def test_the_table_of_codes_is_that_of_the_package():

@@ -56,6 +56,16 @@ def test_both_processes_roll_back_skip_and_resume_alike(tmp_path):
     assert one["first"][0][-3:] == [[20, 41], [21, 42], [22, 43]]
     assert one["second"][0][1:] == [[i, i + 21] for i in range(20, 60)]
     assert one["second"][1] == 60.0
+    costs, leaves = one["second"][2]
+    assert costs == {
+        "before": 60,
+        "p": 0.0,
+        "load_seconds": 10.0,
+        "load_measured": True,
+        "redone_steps": costs["redone_steps"],
+        "step_seconds": True,
+    }
+    assert leaves == [False, True, False]
     kinds = [kind for _, kind in one["events"]]
     assert kinds.count("rollback") == 1 and kinds.count("resume") == 1
 
