@@ -38,7 +38,8 @@ class Track:
             if seen.severity >= BLOCK:
                 return  # it changed nothing: neither for nor against this group
             seen = seen._replace(severity=OK, causes=(), first=None)
-            height = NORMAL
+            # The loss is one for all, and a rise is no event of its own.
+            height = height if self.episode.is_open else NORMAL
         self.episode.observe(seen, height)
         self.streaks.observe(seen)
 

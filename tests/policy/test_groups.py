@@ -85,6 +85,21 @@ def test_a_high_loss_belongs_to_the_group_with_the_open_event(rng):
     assert (action.kind, action.numbers["group"]) == ("reset", "embeddings")
 
 
+def test_a_high_loss_counts_on_while_warnings_name_now_this_now_that(rng):
+    """The loss is one for all: no group's share of it may hide how long it lasts."""
+    ladder = Ladder(groups=GROUPS)
+    noise = rng.normal(0, 0.02, 100)
+    stream = [Observation(i, loss=2.0 + noise[i]) for i in range(100)]
+    for i in range(6):
+        first = ("grads/wte", None, "loss", "grads/expert_1/w")[i % 4]
+        seen = Observation(100 + i, loss=9.0)
+        if first:
+            seen = seen._replace(severity=2, causes=("loss_spike",), first=first)
+        stream.append(seen)
+    actions = [(o.step, a) for o in stream for a in ladder.decide(o)]
+    assert [s for s, a in actions if a.kind == "rollback"][:1] == [104]
+
+
 def test_groups_survive_json_and_others_are_left_out():
     first = ready(Ladder(ROLL_BACK, groups=GROUPS))
     acts(first, [Observation(1 + i, **EMBED) for i in range(3)])
