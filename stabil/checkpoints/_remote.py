@@ -67,7 +67,7 @@ class Remote:
                 f"needed a place that a stabil Keeper made, got one that holds "
                 f"{content[0]!r} at {url}: nothing was changed; name a new place"
             )
-        self._write(MARK, {"format": _manifest.FORMAT, "made": _files.utc_now()})
+        self._write({"format": _manifest.FORMAT, "made": _files.utc_now()}, MARK)
 
     # --- objects ---------------------------------------------------------------------
 
@@ -89,8 +89,7 @@ class Remote:
         except (FileNotFoundError, DamagedError):
             return None
 
-    def _write(self, *names_and_payload: Any) -> None:
-        *names, payload = names_and_payload
+    def _write(self, payload: dict[str, Any], *names: str) -> None:
         path = self._at(*names)
         self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         self._fs.pipe_file(path, _files.sealed(payload).encode())
@@ -124,12 +123,11 @@ class Remote:
 
     def tell_rollbacks(self, folder: Folder) -> None:
         """Writes down every rollback of the run that is not yet known here."""
-        known = set(self._names(ROLLBACKS))
         records = [*_rollback.records(folder), _rollback.pending(folder)]
         for record in filter(None, records):
             name = f"{record['id']}.json"
-            if name not in known:
-                self._write(ROLLBACKS, name, {"target": record["target"]})
+            if self._read(ROLLBACKS, name) is None:
+                self._write({"target": record["target"]}, ROLLBACKS, name)
 
     def push(self, folder: Folder, keep: int) -> None:
         """Brings the newest healthy steps of the disk here, and their tags.
@@ -168,8 +166,13 @@ class Remote:
         self._fs.put_file(str(path), target)
 
     def _push_one(self, folder: Folder, step: int, name: str) -> None:
-        # Read first: a rollback that comes while this runs must count against it.
-        after, root, sizes = self._names(ROLLBACKS), folder.path(step), {}
+        root, sizes = folder.path(step), {}
+        # Read first: a rollback that begins while this runs, or has not ended, counts
+        # against the step. After one that has ended, the step is no longer on the disk.
+        after = self._names(ROLLBACKS)
+        begun = _rollback.pending(folder)
+        if begun is not None:
+            after = [name for name in after if name != f"{begun['id']}.json"]
         for path in sorted(p for p in root.rglob("*") if p.is_file()):
             if not path.name.startswith(_files.TEMPORARY):
                 part = path.relative_to(root).as_posix()
@@ -181,7 +184,7 @@ class Remote:
             "files": sizes,
             "after": after,
         }
-        self._write(name, MARKER, marker)
+        self._write(marker, name, MARKER)
         folder.log("remote_save", step=step, url=self.url)
 
     def pull(self, folder: Folder, copy: Copy) -> None:
@@ -194,6 +197,8 @@ class Remote:
         try:
             for part, size in copy.marker["files"].items():
                 path = aside / part
+                if not path.resolve().is_relative_to(aside.resolve()):
+                    raise DamagedError(f"{self.url}/{copy.name} names {part}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     self._fs.get_file(self._at(copy.name, part), str(path))

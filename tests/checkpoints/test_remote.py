@@ -15,6 +15,7 @@ from stabil.checkpoints import (
     SaveFailedError,
     _points,
     _remote,
+    _rollback,
 )
 
 TARGET = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
@@ -74,6 +75,34 @@ def test_a_rollback_counts_there_as_well(tmp_path, url):
     assert far(keeper) == {1: "healthy", 2: "healthy"}
     names = {c.name for c in keeper._mirror._remote.copies()}
     assert {n for n in keeper._mirror._remote._names("") if "-" in n} == names
+
+
+def test_a_step_that_is_copied_while_a_rollback_begins_is_given_up(tmp_path, url):
+    keeper = fill(Keeper(tmp_path / "a", remote=url, keep_remote=3), [1])
+    for step in (2, 3):
+        keeper.save(step, state(step), force=True)
+        keeper._saver.wait()
+        keeper._folder.tag(step, "healthy", "calm", "test")
+    folder, remote = keeper._folder, keeper._mirror._remote
+    _rollback.begin(folder, target=1, before=2, reason="spike")
+    remote.push(folder, 3)
+    assert far(keeper) == {1: "healthy"}
+    _rollback.finish(folder)
+    remote.push(folder, 3)
+    assert far(keeper) == {1: "healthy"}
+    # A record that was cut short is written again.
+    (name,) = remote._names(_remote.ROLLBACKS)
+    remote._fs.pipe_file(remote._at(_remote.ROLLBACKS, name), b"{")
+    remote.push(folder, 3)
+    assert remote._read(_remote.ROLLBACKS, name) == {"target": 1}
+
+
+def test_a_marker_that_leads_elsewhere_is_refused(tmp_path, url):
+    keeper = fill(Keeper(tmp_path / "a", remote=url), [1])
+    copy = keeper._mirror._remote.healthy()[1]
+    copy.marker["files"] = {"../../outside": 3}
+    with pytest.raises(DamagedError, match="names ../../outside$"):
+        keeper._mirror._remote.pull(keeper._folder, copy)
 
 
 def test_a_verdict_that_changes_is_told(tmp_path, url):

@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_one_process_restores_what_two_saved(folder):
+def test_one_process_restores_what_two_saved(folder, tmp_path):
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("b",))
     by = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))  # noqa: E731
     shape = lambda s, d, *spec: jax.ShapeDtypeStruct(  # noqa: E731
@@ -76,6 +76,9 @@ def test_one_process_restores_what_two_saved(folder):
         assert restored.state[name].sharding == target[name].sharding
     assert restored.state["epoch"] == 20 and restored.state["host"][0] == 20
     assert all(found.ok for found in verify(folder))
+    far = Keeper(tmp_path / "other", remote=f"file://{folder}-far")
+    assert far.steps() == {20: "healthy"}
+    np.testing.assert_array_equal(far.restore(target).state["rows"], expected)
     text = "needed a position of the data in step 10 for each of 1 processes, got those"
     with pytest.raises(ValueError, match=f"^{text} of 2 processes: "):
         keeper.restore(target, step=10, data=Data())

@@ -123,6 +123,7 @@ if __name__ == "__main__":
     )
     from stabil.checkpoints import Keeper
 
-    with Keeper(folder, save_every=10) as keeper:
+    far = f"file://{folder}-far" if scenario == "together" else None
+    with Keeper(folder, save_every=10, remote=far) as keeper:
         globals()[scenario](keeper, Mesh(np.array(jax.devices()), ("a",)))
     print("done", scenario, process, flush=True)
