@@ -56,11 +56,6 @@ def fetch(vitals: Vitals) -> Vitals:
     return jax.tree.map(np.asarray, vitals)
 
 
-def newest(counter: np.ndarray) -> int:
-    """A counter of a tally; of several micro-batches that of the last."""
-    return int(counter if counter.ndim == 0 else counter[-1])
-
-
 def worst(vitals: Vitals) -> tuple[Vitals, int]:
     """One set of vitals out of those of several micro-batches, and which it is.
 
@@ -82,7 +77,6 @@ def worst(vitals: Vitals) -> tuple[Vitals, int]:
 
 def to_observation(flown: InFlight, vitals: Vitals, resets_before: int) -> Observation:
     """What the ladder needs of vitals whose leaves are on the host."""
-    vitals, at = worst(vitals)
     severity = int(vitals.verdict.severity)
     measures = vitals.measures
     return Observation(
@@ -98,7 +92,7 @@ def to_observation(flown: InFlight, vitals: Vitals, resets_before: int) -> Obser
         resets=max(0, int(vitals.tally.resets) - resets_before),
         data_index=flown.data_index,
         batch_id=flown.batch_id,
-        micro_batch=at if at >= 0 else flown.micro_batch,
+        micro_batch=flown.micro_batch,
         sample_ids=_names(flown.sample_ids) if severity > Severity.OK else (),
         also=_nonfinite_rows(vitals) if severity > Severity.OK else (),
     )

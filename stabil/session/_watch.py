@@ -13,8 +13,8 @@ from stabil.session._flight import (
     DamageCheck,
     InFlight,
     fetch,
-    newest,
     to_observation,
+    worst,
 )
 from stabil.session._pace import Pace
 from stabil.session._reporter import Reporter
@@ -81,11 +81,13 @@ class Watch:
         Raises:
           TrainingStopped: the ladder has given up.
         """
-        vitals = fetch(flown.vitals)
+        vitals, at_fault = worst(fetch(flown.vitals))
+        if at_fault >= 0:
+            flown = flown._replace(micro_batch=at_fault)
         if self._is_old(vitals):
             return None
         seen = to_observation(flown, vitals, self._resets)
-        self._resets = newest(vitals.tally.resets)
+        self._resets = int(vitals.tally.resets)
         seen = seen._replace(
             damaged=None if state is None else self._damage(seen, state),
             can_roll_back=self.rescue.keeper is not None,
@@ -149,7 +151,7 @@ class Watch:
 
     def _is_old(self, vitals: Vitals) -> bool:
         """Whether the guard has judged nothing since: a micro-batch was accumulated."""
-        judged = newest(vitals.tally.judged_steps)
+        judged = int(vitals.tally.judged_steps)
         is_old = 0 < judged == self._judged < _SATURATED
         self._judged = judged
         return is_old

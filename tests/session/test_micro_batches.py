@@ -48,17 +48,21 @@ def stacked(*several):
 
 
 def test_of_stacked_vitals_the_worst_micro_batch_speaks(tmp_path):
-    calm = make_vitals(loss=2.0)
+    calm, rows = make_vitals(loss=2.0), []
     bad = make_vitals("nonfinite_gradient", **BAD, loss=4.0)
-    with Session(tmp_path / "run", total_steps=3) as session:
+
+    class Sink:
+        def write_scalars(self, step, scalars):
+            rows.append((step, scalars["loss"]))
+
+    with Session(tmp_path / "run", sinks=[Sink()], total_steps=3) as session:
         state = jnp.float32(0)
         for step, _ in session.steps(state, abs):
-            vitals = (
-                stacked(calm, calm, bad, calm) if step == 1 else stacked(calm, calm)
-            )
-            state = session.end_step(state, vitals)
+            third = bad if step == 1 else calm
+            state = session.end_step(state, stacked(calm, calm, third, calm))
     (event,) = events(tmp_path, "skip")
     assert (event.step, event.micro_batch, event.layer) == (1, 2, "grads/w")
+    assert rows == [(0, 2.0), (1, 4.0), (2, 2.0)]
     one, at = worst(stacked(calm, make_vitals(loss=4.0)))
     assert at == -1 and one.measures.loss == 3.0 and np.ndim(one.tally.resets) == 0
 
