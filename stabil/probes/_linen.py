@@ -120,7 +120,9 @@ class _Seen:
         call = _Call(module, method, self.prefix(module))
         # A method that calls the one it overrides: the outer return is the output.
         inherited = any(c.method == method and c.module is module for c in self.stack)
-        if not call.is_public or inherited or module.is_initializing():
+        # Unbound is a model whose own `apply` is running.
+        unseen = module.scope is None or module.is_initializing()
+        if not call.is_public or inherited or unseen:
             return next_fun(*args, **kwargs)
         names = call.names(self.root)
         wanted = _select.selected(self.probe.patterns, *names, kind=type(module))

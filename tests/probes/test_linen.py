@@ -464,6 +464,18 @@ def test_collections_of_the_models_own_boxes_and_dead_code(axes):
     assert readings.names == (*(f"{n}[{i}]" for i in range(3) for n in per), "Net")
 
 
+class OwnApply(Block):
+    """A model whose `apply` is its own."""
+
+    def apply(self, *args, **kwargs):
+        return nn.Module.apply(self, *args, **kwargs)
+
+
+def test_a_model_with_its_own_apply():
+    _, readings = jax.eval_shape(probe(OwnApply()).apply, _variables(Block()), X)
+    assert readings.names == (*BLOCK, "OwnApply")
+
+
 class Inherited(Block):
     """Calls the method that it overrides."""
 

