@@ -56,6 +56,7 @@ class Choice:
         self._norms: collections.deque[float] = collections.deque(maxlen=32)
         self._recent: collections.deque[float] = collections.deque(maxlen=4)
         self._lost: list[Case] = []  # lessons whose outcome is open
+        self._untold: list[list[float]] = []
         self._height, self._until = 0.0, -1
         self._waited = 0
 
@@ -112,6 +113,11 @@ class Choice:
             self._until, self._waited = seen + steps, self._waited + steps
         return numbers, wait
 
+    def take_untold(self) -> list[list[float]]:
+        """The lessons that no event has told yet, as rows of a `Recovery`'s state."""
+        rows, self._untold = self._untold, []
+        return rows
+
     def forget(self) -> None:
         """The state is another one: nothing open has an outcome."""
         self._lost.clear()
@@ -137,6 +143,7 @@ class Choice:
         for case in cases:
             self._lost.remove(case)
             self.recovery.learn(case, back)
+            self._untold.append([*case, float(back)])
 
     def _case(self, high: int) -> Case:
         level = _middle(self._norms)
@@ -151,7 +158,8 @@ class Choice:
             height=round(case.height, 4),
             gradient=round(case.gradient, 4),
             weights=[round(w, 4) for w in self.recovery.weights],
-            lessons=len(self.recovery.lessons),
+            known_lessons=len(self.recovery.lessons),
+            lessons=self.take_untold(),
             wait_steps=steps,
         )
 

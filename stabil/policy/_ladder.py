@@ -240,8 +240,8 @@ class Ladder:
         steps = self._choice.observe(seen, height, above, high)
         if not steps:
             return []
-        recovery = self._choice.recovery
-        numbers = {"lessons": recovery.get_state()[-8:], "weights": recovery.weights}
+        weights = list(self._choice.recovery.weights)
+        numbers = {"lessons": self._choice.take_untold(), "weights": weights}
         return [
             Action("recovered", f"back after more than {steps} high steps", numbers)
         ]

@@ -43,7 +43,12 @@ class Recovery:
     some five thousand. `w` starts at what public logs say and is fitted anew after each
     lesson of the run itself: a few Newton steps on the log-likelihood of its newest 200
     lessons and a normal prior around the start. Plain float64 arithmetic on what it is
-    told.
+    told. Events `wait`, `rollback` and `recovered` hold the newest lessons, each once,
+    in `numbers["lessons"]`, so that the log alone gives the weights:
+
+      recovery.set_state(
+          row for e in read_events(run) for row in e.numbers.get("lessons", ())
+      )
 
     Attributes:
       weights: `w`.

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from fake_run import FakeKeeper, make_vitals
 
-from stabil.policy import Ladder
+from stabil.policy import Ladder, Recovery
 from stabil.session import Session
 from stabil.session._pace import Pace
 from stabil.telemetry import read_events
@@ -64,6 +64,12 @@ def test_a_dear_load_waits_and_the_event_holds_the_numbers(tmp_path):
     assert 0 < wait.numbers["step_seconds"] < 1
     assert 0 < wait.numbers["recovery_probability"] < 1
     assert (back.action, back.step) == ("recovered", 127)
+    # The log alone gives the weights of the run.
+    recovery = Recovery()
+    events = read_events(tmp_path / "run")
+    rows = [row for e in events for row in e.numbers.get("lessons", ())]
+    recovery.set_state(rows)
+    assert len(rows) == 1 and list(recovery.weights) == back.numbers["weights"]
 
 
 def test_a_cheap_load_rolls_back(tmp_path):
