@@ -5,13 +5,14 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import jax.numpy as jnp
 import pytest
 from fake_run import make_vitals
 
 from stabil.policy import Ladder, Rung
 from stabil.session import ExitCode, Preempted, Session, TrainingStopped, run_main
-from stabil.session._exit import exit_code
+from stabil.session._exit import crash_code, exit_code
 from stabil.telemetry import read_beat, read_events
 
 
@@ -63,6 +64,21 @@ def test_replicas_that_disagree_call_for_another_machine():
     error = TrainingStopped("why", (), ("loss_spike", "replica_disagreement"))
     assert exit_code(error) == ExitCode.RESTART_ELSEWHERE
     assert exit_code(TrainingStopped("why")) == ExitCode.PERSON
+
+
+def test_a_lost_process_calls_for_a_restart_and_a_fault_of_the_own_does_not(
+    monkeypatch,
+):
+    lost = [
+        jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: closed by peer"),
+        ValueError("UNKNOWN: Gloo AllReduce failed: Connection reset by peer"),
+        RuntimeError("UNAVAILABLE: the coordination service is gone"),
+    ]
+    own = [KeyError("weights"), ValueError("shapes do not match")]
+    assert {crash_code(e) for e in (*lost, *own)} == {1}  # nobody there to be lost
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert {crash_code(e) for e in lost} == {int(ExitCode.RESTART)}
+    assert {crash_code(e) for e in own} == {1}
 
 
 def test_run_main_leaves_with_the_code_and_prints_the_advice():
