@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -98,7 +99,10 @@ class Supervisor:
                 self._tell(log, final, code, why)
                 if final is not None:
                     return final
-                time.sleep(self._pause * 2 ** max(0, idle - 1))
+                try:
+                    time.sleep(self._pause * 2 ** max(0, idle - 1))
+                except KeyboardInterrupt:  # nothing runs that could be asked to save
+                    return code
         finally:
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
@@ -178,9 +182,12 @@ class Supervisor:
     def _tell(
         self, log: EventLog | None, final: int | None, code: int, why: str
     ) -> None:
+        action = "supervisor_end"
+        if final is None:
+            action = "supervisor_restart"
+            print(f"stabil run: {why}; starting it again", file=sys.stderr)
         if log is None:
             return
-        action = "supervisor_restart" if final is None else "supervisor_end"
         numbers = dict(code=code, starts=self.starts, furthest=self._furthest)
         log.add(Event(action=action, step=self._newest, text=why, numbers=numbers))
         log.flush()

@@ -153,6 +153,19 @@ def test_ending_the_supervisor_ends_the_process(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
+def test_ending_the_supervisor_between_two_starts_is_no_error(tmp_path, capsys):
+    scenario = """
+        import subprocess
+        later = f"import os, time; time.sleep(0.5); os.kill({os.getppid()}, 15)"
+        subprocess.Popen([sys.executable, "-c", later])
+        sys.exit(3)
+    """
+    assert supervise(tmp_path, scenario, pause_seconds=60)[:2] == (3, 1)
+    assert capsys.readouterr().err == (
+        "stabil run: the process ended with code 3; starting it again\n"
+    )
+
+
 def test_errors_say_what_to_write(tmp_path):
     text = (
         "Supervisor: needed a command, got none; write stabil run RUN -- python "
