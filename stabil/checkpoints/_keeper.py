@@ -139,7 +139,6 @@ class Keeper:
             # The error that ends the block is the one to see.
             self._signals.stop()
             self._saver.settle()
-            self._mirror.close()
 
     # --- saving ----------------------------------------------------------------------
 
@@ -283,10 +282,7 @@ class Keeper:
           SaveFailedError: it failed.
         """
         self._signals.stop()
-        try:
-            self.wait()
-        finally:
-            self._mirror.close()
+        self.wait()
 
     # --- judging ---------------------------------------------------------------------
 

@@ -61,10 +61,6 @@ class Mirror:
         concurrent.futures.wait(self._asked)
         self.look()
 
-    def close(self) -> None:
-        """Ends the thread."""
-        self._pool.shutdown()
-
     # --- the way back ----------------------------------------------------------------
 
     def tell_rollbacks(self) -> None:

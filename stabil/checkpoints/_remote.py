@@ -151,7 +151,10 @@ class Remote:
                 elif name not in there and step in newest:
                     self._push_one(folder, step, name)
         valid = self.copies()
-        spare = [c.name for c in valid if c.tag == "healthy"][:-keep]
+        healthy = [c for c in valid if c.tag == "healthy"]
+        last = healthy[-1].step if healthy else -1
+        spare = [c.name for c in healthy[:-keep]]
+        spare += [c.name for c in valid if c.tag != "healthy" and c.step < last]
         # What a rollback left behind, and what a kill cut short.
         stale = set(self._names("")) - {c.name for c in valid}
         for name in [*spare, *sorted(filter(_NAME.fullmatch, stale))]:

@@ -53,6 +53,10 @@ def test_a_run_goes_on_where_its_disk_is_lost(tmp_path, url):
         fill(keeper, [1, 2, 3])
         fill(keeper, [4], "suspect")
         assert far(keeper) == {2: "healthy", 3: "healthy"}
+    # A verdict may come when all is saved.
+    keeper.mark(2, "suspect", "seen later")
+    keeper.wait()
+    assert far(keeper) == {1: "healthy", 3: "healthy"}
     with Keeper(tmp_path / "b", remote=url) as keeper:
         assert keeper.steps() == {3: "healthy"}
         restored = keeper.restore(TARGET)
