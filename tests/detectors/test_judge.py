@@ -1,0 +1,148 @@
+"""Promises of the whole verdict: unit, order, non-finite input, constants, recovery."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stabil
+from stabil.detectors import Evidence, JudgeState, groups_of, judge, read_rows
+from stabil.vocabulary import Severity
+
+LEAVES, ROWS, STEPS = 6, 5, 360
+NAMES = tuple(f"block_{i}/mlp" for i in range(ROWS))
+STATISTICS = ("absmax", "std", "kurtosis", "stable_rank")
+GROUPS = groups_of([*(f"grads/{i}" for i in range(LEAVES)), *NAMES])
+
+
+def one_step(state, inputs):
+    loss, sums, table = inputs
+    evidence = Evidence(
+        loss=loss,
+        loss_given=jnp.asarray(True),
+        gradient_sums=sums,
+        moment_levels=jnp.sqrt(sums),
+        bad_moments=jnp.zeros(LEAVES, bool),
+        update_rms=jnp.sqrt(sums[0]),
+        rows=read_rows(stabil.Readings(table, NAMES, STATISTICS), ROWS),
+    )
+    found = judge(
+        state,
+        evidence,
+        threshold=6.0,
+        warmup_steps=20,
+        max_consecutive_steps=5,
+        rows_fingerprint=jnp.uint32(7),
+        groups=GROUPS,
+        names=ROWS,
+    )
+    return found.state, found.verdict
+
+
+@jax.jit
+def go_on(state, losses, sums, tables):
+    return jax.lax.scan(one_step, state, (losses, sums, tables))
+
+
+def play(losses, sums, tables):
+    return go_on(JudgeState.empty(LEAVES, ROWS), losses, sums, tables)
+
+
+def healthy(rng):
+    """A run without events: losses, sums of squares, readings."""
+    losses = 2 + 3 * np.exp(-np.arange(STEPS) / 60)
+    sums = np.exp(0.2 * rng.normal(size=(STEPS, LEAVES)) + rng.normal(size=LEAVES))
+    tables = np.exp(
+        0.05 * rng.normal(size=(STEPS, ROWS, 4)) + rng.normal(size=(ROWS, 4))
+    )
+    losses = losses * np.exp(0.01 * rng.normal(size=STEPS))
+    return [x.astype(np.float32) for x in (losses, sums, tables)]
+
+
+def eventful(rng):
+    """The same with spikes, a shift, a layer that goes away and a dead one."""
+    losses, sums, tables = healthy(rng)
+    losses[150:156] *= 3
+    sums[150:153] *= 1e4
+    sums[200:, 4] *= np.geomspace(1, 1e5, STEPS - 200)
+    sums[250:, 2] = 0
+    tables[220, 3, 0] *= 50
+    tables[280:, 1, 1] *= 1e-4
+    return [losses, sums, tables]
+
+
+def test_healthy_run_is_silent_and_events_are_not(rng):
+    _, verdict = play(*healthy(rng))
+    assert np.all(verdict.severity < Severity.WARN)
+    _, verdict = play(*eventful(rng))
+    assert np.all(verdict.severity[:150] < Severity.WARN)
+    assert np.any(verdict.severity[150:156] == Severity.WARN)
+
+
+@given(st.integers(-20, 20), st.integers(0, 2**32 - 1))
+@settings(max_examples=8, deadline=None)
+def test_the_unit_is_indifferent(power, seed):
+    losses, sums, tables = eventful(np.random.default_rng(seed))
+    c = np.float32(2.0**power)
+    _, one = play(losses, sums, tables)
+    # The kurtosis has no unit.
+    _, other = play(c * losses, c * c * sums, tables * np.array([c, c, 1, c]))
+    np.testing.assert_array_equal(one.severity, other.severity)
+    np.testing.assert_array_equal(one.flags, other.flags)
+    np.testing.assert_array_equal(one.first, other.first)
+
+
+@given(st.permutations(range(LEAVES)), st.integers(0, 2**32 - 1))
+@settings(max_examples=8, deadline=None)
+def test_the_order_of_leaves_is_indifferent(order, seed):
+    losses, sums, tables = eventful(np.random.default_rng(seed))
+    sums[:, 0] = 1.0  # also read as the size of the update
+    order = [0, *(i for i in order if i)]
+    _, one = play(losses, sums, tables)
+    _, other = play(losses, sums[:, order], tables)
+    np.testing.assert_array_equal(one.severity, other.severity)
+    np.testing.assert_array_equal(one.flags, other.flags)
+
+
+def test_nonfinite_input_changes_no_level(rng):
+    losses, sums, tables = eventful(rng)
+    before, _ = play(losses, sums, tables)
+    bad = [np.array(x[:STEPS]) for x in (losses, sums, tables)]
+    bad[0][:120] = np.inf
+    bad[1][120:240] = np.nan
+    bad[2][240:, 0] = 1.0
+    bad[0][240:] = np.nan
+    after, verdict = go_on(before, *bad)
+    assert np.all(verdict.severity == Severity.BLOCK)
+    assert np.all(np.isfinite(verdict.score))
+    counted = dict(shadow=before.shadow)
+    for a, b in zip(
+        jax.tree.leaves(before._replace(**counted)),
+        jax.tree.leaves(after._replace(**counted)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
+@settings(max_examples=8, deadline=None)
+def test_constants_never_alarm(loss, size):
+    shapes = (STEPS, LEAVES), (STEPS, ROWS, 4)
+    sums, tables = (np.full(s, size, np.float32) for s in shapes)
+    _, verdict = play(np.full(STEPS, loss, np.float32), sums, tables)
+    assert not np.any(verdict.severity) and not np.any(verdict.flags)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=8, deadline=None)
+def test_any_finite_past_is_overcome_within_a_hundred_steps(seed):
+    rng = np.random.default_rng(seed)
+    past = healthy(rng)
+    wild = [np.exp(rng.normal(size=x[:200].shape) * rng.integers(1, 6)) for x in past]
+    for x, w in zip(past, wild, strict=True):
+        x[:200] = w
+    state, verdict = play(*past)
+    assert np.all(verdict.severity[300:] < Severity.BLOCK)
+    assert np.all(verdict.severity[300:] < Severity.WARN)
+    assert not any(np.isnan(x).any() for x in jax.tree.leaves(state))
