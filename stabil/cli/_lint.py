@@ -81,6 +81,9 @@ def _lint(args: argparse.Namespace) -> int:
             _tell(report, args.watch)
             for name, event in beyond:
                 print(f"  {event}: {name}")
+            if ranges:
+                share = f"{len(beyond)} of {len(ranges)} signals"
+                print(f"  calibration: {share} beyond their limit")
         if args.png and path == args.logs[0]:
             curves.draw(report, args.png)
     result: dict[str, Any] = {"logs": reports}

@@ -67,7 +67,9 @@ def test_calibration_is_made_and_held_against(tmp_path, capsys):
     capsys.readouterr()
     assert main(["lint", base, "--calibration", out]) == 1
     limit = r"  warn limit at 300, peak 45\dx at 300: loss\n"
-    assert re.search(limit, capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(limit, said)
+    assert "  calibration: 1 of 1 signals beyond their limit\n" in said
     assert main(["calibrate", base, "--out", out, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["signals"]["loss"]["limit"] > 100
     assert main(["lint", base, "--calibration", base]) == 2

@@ -97,7 +97,7 @@ EXPECTED = {
 @functools.cache
 def run_all():
     """Verdicts and clips of every scenario, played side by side in one program."""
-    tx = stabil.guard(optax.sgd(1e-3), max_readings=len(NAMES))
+    tx = stabil.guard(optax.sgd(1e-3), clip=None, max_readings=len(NAMES))
 
     def step(state, inputs):
         readings = stabil.Readings(inputs["rows"], NAMES, STATISTICS, inputs["shards"])
