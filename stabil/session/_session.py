@@ -47,7 +47,8 @@ class Session:
       progress: True shows a progress line on a terminal, "always" elsewhere too.
       hang_seconds: ends the process with `ExitCode.RESTART` when no step has ended for
         so long, as when another process is dead or hangs; None never does. Counts from
-        the end of the first step on, and neither in a rollback nor in `pause`.
+        the end of the first step on; ten times as long in a save, and not in a
+        rollback or `pause`.
 
     Raises:
       ValueError: `run_dir` holds something else; nothing is changed. Or `hang_seconds`

@@ -134,7 +134,10 @@ class Watch:
             if self._postponed < _LONGEST_POSTPONEMENT:
                 return
         try:
-            if self.rescue.save(step, state, self._data, force=is_last):
+            # Bounded, since a save of several processes waits for all of them.
+            with self._watchdog.patient():
+                taken = self.rescue.save(step, state, self._data, force=is_last)
+            if taken:
                 self._postponed = 0
         except Exception as error:
             self._failed_save(step, error)

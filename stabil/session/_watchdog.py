@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Watchdog:
@@ -45,10 +46,21 @@ class Watchdog:
             )
             self._thread.start()
 
-    @contextmanager
-    def asleep(self) -> Generator[None, None, None]:
+    def asleep(self) -> AbstractContextManager[None]:
         """Lets something take as long as it takes."""
-        before, self._at = self._at, None
+        return nullcontext() if self._seconds is None else self._wait(math.inf)
+
+    def patient(self) -> AbstractContextManager[None]:
+        """Lets something take ten times as long as a step may."""
+        if self._seconds is None:
+            return nullcontext()
+        return self._wait(9 * self._seconds)
+
+    @contextmanager
+    def _wait(self, more_seconds: float) -> Generator[None, None, None]:
+        before = self._at
+        if before is not None:
+            self._at = time.monotonic() + more_seconds
         try:
             yield
         finally:
@@ -68,6 +80,7 @@ class Watchdog:
                 waited = 0.0 if at is None else time.monotonic() - at
                 if waited > limit:
                     break
+                # Woken now and then, as a beat only moves the time.
                 self._changed.wait(min(limit - waited, 5.0) + 0.01)
             else:
                 return

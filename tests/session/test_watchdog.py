@@ -41,6 +41,15 @@ def test_sleep_and_close_keep_it_quiet():
     assert not dog._thread.is_alive()
 
 
+def test_patience_ends_too():
+    barked = threading.Event()
+    dog = Watchdog(0.05, lambda seconds: barked.set())
+    dog.beat()
+    with dog.patient():
+        assert not barked.wait(0.3)
+        assert barked.wait(10)
+
+
 def test_a_hung_step_ends_the_process_with_the_code_to_restart(tmp_path):
     code = f"""
         import sys, time
@@ -85,6 +94,24 @@ def test_a_pause_is_told_and_its_time_is_no_step(tmp_path):
     (event,) = [e for e in read_events(tmp_path / "run") if e.action == "pause"]
     assert (event.step, event.text) == (2, "validation")
     assert event.numbers["seconds"] > 0.5
+
+
+def test_a_slow_save_is_no_hang(tmp_path, keeper, monkeypatch):
+    barks, save = [], keeper.save
+
+    def slow(*args, **kwargs):
+        time.sleep(0.5)
+        return save(*args, **kwargs)
+
+    with Session(
+        tmp_path / "run", checkpoints=keeper, total_steps=3, hang_seconds=0.2
+    ) as session:
+        monkeypatch.setattr(session._watchdog, "_bark", barks.append)
+        state = jnp.float32(0)
+        for step, _ in session.steps(state, abs):
+            keeper.save = slow if step == 1 else save
+            state = session.end_step(state, make_vitals())
+    assert barks == []
 
 
 def test_a_pause_that_fails_ends_too(tmp_path):
