@@ -52,12 +52,12 @@ def msign(
 
     Quiet gradients do not pass unchanged: on every P-th step the update rewrites W.
 
-    Cost: 82 matrix products per weight on the P-th step, nothing on the others; with
-    `below`, 40 products with a vector per check. State: two scalars per matrix. Place:
-    last in the chain, after the learning rate; `update` needs `params`. Does not: touch
-    moments, biases, norms, or a matrix that is zero or not finite; combine with a
-    wrapper that scales updates afterwards. Entries of the update that are not finite
-    become 0.
+    Cost: at most 38 matrix products per weight on the P-th step, none on the others;
+    with `below`, 40 products with a vector per check. State: two scalars per matrix.
+    Place: last in the chain, after the learning rate; `update` needs `params`. Does
+    not: touch moments, biases, norms, or a matrix that is zero or not finite; combine
+    with a wrapper that scales updates afterwards. Entries of the update that are not
+    finite become 0.
 
     Args:
       every_steps: P, steps between applications or, with `below`, checks; >= 1.
