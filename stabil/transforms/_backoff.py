@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil import _tree
 from stabil.transforms import _check, _leafwise, _leaves
 from stabil.transforms._on_verdict import asks, check_wrapper, sound
+from stabil.transforms._selective import update_if
 from stabil.vocabulary import Cause, Controls, Severity, Verdict
 
 # Decay of the smoothed loss: a memory of ten steps hides the noise of one batch.
@@ -158,13 +158,12 @@ def backoff(
             taken = jnp.ones_like(controls.learning_rate_scale)
             passed["controls"] = controls._replace(learning_rate_scale=taken)
         passed = {k: v for k, v in passed.items() if v is not None}
-        updates, inner_state = inner.update(
-            updates, state.inner_state, params, **passed
-        )
+        arguments = (updates, state.inner_state, params)
+        updates, inner_state = update_if("backoff", inner, ok, arguments, passed)
         leaves = _leaves.measured(updates)
         new = _leafwise.scaled(leaves, [total] * len(leaves), ok)
         return _leafwise.rebuild(updates, new), BackoffState(
-            inner_state=_tree.select(ok, inner_state, state.inner_state),
+            inner_state=inner_state,
             age=jnp.where(cut, 0, age),
             depth=jnp.where(cut, lower, state.depth),
             scale=total,

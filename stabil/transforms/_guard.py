@@ -203,6 +203,7 @@ def guard(
                 ) from error
 
         updates, inner_state = selective_update(
+            "guard",
             run_inner,
             proceed,
             (clipped, state.inner_state, params, passed),

@@ -8,11 +8,39 @@ from typing import Any
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
+import optax
 
 from stabil import _tree
 
 
+def update_if(
+    where: str,
+    inner: optax.GradientTransformationExtraArgs,
+    proceed: jax.Array,
+    arguments: tuple[Any, Any, Any],
+    extra: dict[str, Any],
+) -> tuple[Any, Any]:
+    """`inner.update(*arguments, **extra)`, its state kept where not `proceed`.
+
+    Args:
+      where: name of the wrapper, for error texts.
+      inner: the wrapped optimizer.
+      proceed: bool scalar.
+      arguments: gradients, state of `inner` and parameters.
+      extra: keywords of `update`.
+
+    Returns:
+      `(updates, state)`; without `proceed` the updates mean nothing.
+    """
+
+    def run(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
+        return inner.update(updates, state, params, **extra)
+
+    return selective_update(where, run, proceed, (*arguments, extra), arguments[1])
+
+
 def selective_update(
+    where: str,
     update: Callable[..., tuple[Any, Any]],
     proceed: jax.Array,
     arguments: tuple[Any, ...],
@@ -29,9 +57,10 @@ def selective_update(
     updates mean nothing and must be discarded.
 
     Args:
+      where: name of the wrapper, for error texts.
       update: pure function that returns `(updates, new_state)`.
       proceed: bool scalar.
-      arguments: of `update`; any pytrees.
+      arguments: of `update`; any pytrees. Leaves that are no arrays go in as they are.
       refused: state to return otherwise, of the new state's structure.
 
     Returns:
@@ -41,7 +70,7 @@ def selective_update(
       TypeError: `update` changed the structure of the state.
     """
     leaves, treedef = jax.tree.flatten(arguments)
-    traced = [i for i, x in enumerate(leaves) if _is_traceable(x)]
+    traced = [i for i, x in enumerate(leaves) if hasattr(x, "dtype") and _is_value(x)]
     found: list[Any] = []
 
     def flat(*values: Any) -> list[Any]:
@@ -50,7 +79,7 @@ def selective_update(
             full[i] = value
         updates, state = update(*jax.tree.unflatten(treedef, full))
         outs, out_treedef = jax.tree.flatten((updates, state))
-        kept = [i for i, x in enumerate(outs) if _is_traceable(x)]
+        kept = [i for i, x in enumerate(outs) if _is_value(x)]
         found[:] = [out_treedef, outs, kept, jax.tree.structure(state)]
         return [outs[i] for i in kept]
 
@@ -60,7 +89,7 @@ def selective_update(
     old = jax.tree.leaves(refused)
     if new_treedef != jax.tree.structure(refused):
         raise TypeError(
-            "guard: needed an optimizer whose state keeps its structure, got "
+            f"{where}: needed an optimizer whose state keeps its structure, got "
             f"{new_treedef} after {jax.tree.structure(refused)}; initialise every "
             "field in init"
         )
@@ -72,7 +101,7 @@ def selective_update(
     return jax.tree.unflatten(out_treedef, outs)
 
 
-def _is_traceable(leaf: Any) -> bool:
+def _is_value(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) != jax.dtypes.float0
 
 

@@ -110,11 +110,14 @@ def record(
     params: Any,
     max_consecutive_steps: int,
 ) -> SkipRecord:
-    """The record after one more step."""
+    """The record after one more step; let the update depend on its `skipped`."""
     bad = (reason != 0) & ~seen.empty
     run = jnp.where(bad, _leaves.one_more(old.bad_in_a_row), 0)
     run = jnp.where(seen.empty, old.bad_in_a_row, run)
     lost = _first_nonfinite_parameter(skipped & bad, params, old.first_bad_parameter)
+    # Always so. It makes whatever is selected by `skipped` wait for the look at the
+    # parameters, which XLA otherwise copies when they are donated.
+    skipped &= lost >= -1
     level = jnp.where(run >= max_consecutive_steps, LIMIT_REACHED, NONE)
     level = jnp.where(lost >= 0, PARAMETERS_LOST, level).astype(jnp.int32)
     wrong = ~jnp.isfinite(seen.norms)

@@ -8,6 +8,7 @@ import optax
 
 from stabil import _tree
 from stabil.transforms import _check, _leaves, _skip
+from stabil.transforms._selective import update_if
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -84,14 +85,13 @@ def skip_nonfinite(
         skipped = seen.reason != 0
         if parity:
             skipped &= old.bad_in_a_row < max_consecutive_steps
-        new, inner_state = inner.update(
-            updates, state.inner_state, params, **extra_args
-        )
         record = _skip.record(
             old, seen, seen.reason, skipped, params, max_consecutive_steps
         )
-        return _tree.zeros_unless(~skipped, new), SkipNonfiniteState(
-            _tree.select(skipped, state.inner_state, inner_state), record
+        proceed, arguments = ~record.skipped, (updates, state.inner_state, params)
+        new, inner_state = update_if(
+            "skip_nonfinite", inner, proceed, arguments, extra_args
         )
+        return _tree.zeros_unless(proceed, new), SkipNonfiniteState(inner_state, record)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -10,6 +10,7 @@ import optax
 
 from stabil import _tree
 from stabil.transforms import _check, _leaves, _scaling, _skip, _skip_rules
+from stabil.transforms._selective import update_if
 from stabil.transforms._window import Window
 from stabil.vocabulary import Cause
 
@@ -184,21 +185,24 @@ def skip_spikes(
         seen = _skip.look(updates, state.record.norm.dtype, extra_args)
         has_loss = extra_args.get("loss") is not None
         reason, skipped, new_state = decide(seen, state, has_loss)
-        new, inner_state = inner.update(
-            updates, state.inner_state, params, **extra_args
-        )
-        factor = jnp.where(skipped, 0.0, 1.0)
-        if rule in ("olmo", "levanter"):
-            new = _scaling.multiply(new, factor)
-        else:
-            new = _tree.zeros_unless(~skipped, new)
-        if rule == "olmo":
-            inner_state = _blend(state.inner_state, inner_state, factor)
-        else:
-            inner_state = _tree.select(skipped, state.inner_state, inner_state)
         record = _skip.record(
             state.record, seen, reason, skipped, params, max_consecutive_steps
         )
+        skipped, arguments = record.skipped, (updates, state.inner_state, params)
+        factor = jnp.where(skipped, 0.0, 1.0)
+        if rule in ("olmo", "levanter"):
+            # Selected after the fact, so that a NaN comes out as in those codes.
+            new, inner_state = inner.update(*arguments, **extra_args)
+            new = _scaling.multiply(new, factor)
+            if rule == "olmo":
+                inner_state = _blend(state.inner_state, inner_state, factor)
+            else:
+                inner_state = _tree.select(skipped, state.inner_state, inner_state)
+        else:
+            new, inner_state = update_if(
+                "skip_spikes", inner, ~skipped, arguments, extra_args
+            )
+            new = _tree.zeros_unless(~skipped, new)
         return new, new_state._replace(inner_state=inner_state, record=record)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -105,6 +105,11 @@ def step(
     x = jnp.where(spike, jnp.sign(x) * jnp.sqrt(limit).astype(kind), x)
     m_new = r.b1 * m_old + (1 - r.b1) * x
     v_new = r.b2 * v_old + (1 - r.b2) * _leafwise.abs_square(x)
+    moves = keep if r.faithful else keep & ok
+    # Selected before they are used: a select of what is stored alone makes XLA compute
+    # the update from the old moments once more.
+    m_new = jnp.where(keep, jnp.where(moves, m_new, m_old), 0)
+    v_new = jnp.where(keep, jnp.where(moves, v_new, v_old), 0)
     k = clock.corrected_steps
     ratio = jnp.ones([], dtype)
     if r.corrected:
@@ -112,14 +117,10 @@ def step(
         ratio = ratio / _leafwise.debias(r.b1, k, dtype)
     ratio = ratio * clock.scale.astype(dtype)
     u = (ratio / (jnp.sqrt(v_new) + r.eps)).astype(kind) * m_new
-    moves = keep
-    if not r.faithful:
-        moves = keep & ok
-        m_new, v_new = jnp.where(ok, m_new, m_old), jnp.where(ok, v_new, v_old)
     share = jnp.sum(spike).astype(jnp.float32) / max(g.size, 1)
     return (
         jnp.where(moves, u, 0),
-        jnp.where(keep, m_new, 0).astype(m.dtype),
-        jnp.where(keep, v_new, 0).astype(v.dtype),
+        m_new.astype(m.dtype),
+        v_new.astype(v.dtype),
         share,
     )

@@ -94,13 +94,20 @@ def scale_by_stable_adamw(
         )
 
     def one(
-        g: jax.Array, m: jax.Array, v: jax.Array, w: jax.Array | None, t: jax.Array
+        g: jax.Array,
+        old: tuple[jax.Array, jax.Array],
+        w: jax.Array | None,
+        t: jax.Array,
+        finite: jax.Array,
     ) -> tuple[jax.Array, ...]:
+        m, v = old
         wide, dtype = _leaves.widened(g), v.dtype
         beta1, beta2 = _debiased(b1, t, dtype), _debiased(b2, t, dtype)
         m = _leaves.times(m, beta1) + _leaves.times(wide, 1 - beta1)
         square = jnp.square(_norms.magnitude(g, dtype))
         v = beta2 * v + (1 - beta2) * square
+        # Selected before they are used, for the same reason as in `_spam_step`.
+        m, v = jnp.where(finite, m, old[0]), jnp.where(finite, v, old[1])
         entries = max(1, v.size)
         rms = jnp.sqrt(jnp.sum(square / jnp.maximum(v, eps**2)) / entries)
         u = _leaves.times(m, 1 / (jnp.sqrt(v) + eps))
@@ -130,10 +137,9 @@ def scale_by_stable_adamw(
                 no_decay, _tree.path_name(path)
             )
             w = weights[path] if decays else None
-            u, m, v, size = one(g, mu[path], nu[path], w, t)
+            u, m, v, size = one(g, (mu[path], nu[path]), w, t, finite)
             steps[path] = jnp.where(finite, u, jnp.zeros_like(u)).astype(g.dtype)
-            new_mu[path] = jnp.where(finite, m, mu[path])
-            new_nu[path] = jnp.where(finite, v, nu[path])
+            new_mu[path], new_nu[path] = m, v
             rms[path] = size.astype(jnp.float32)
         rows = jnp.stack([*rms.values()]) if rms else state.rms
         least = 1 / jnp.maximum(jnp.max(rows, initial=0.0), 1.0)

@@ -86,10 +86,6 @@ def step(
     wide_b1 = b1 if shrink is None else jnp.asarray(b1, kind)
     m = wide_b1 * m_old + (1 - wide_b1) * x
     v = r.b2 * v_old + (1 - r.b2) * _leafwise.abs_square(x)
-    age = clock.age + 1
-    root = jnp.sqrt(v) / jnp.sqrt(debias(r.b2, age, dtype)) + r.eps
-    u = clock.scale.astype(dtype) / debias(b1, age, dtype) / root
-    u = u.astype(kind) * m
     moves = ok
     if r.parity == "pytorch_optimizer":
         moves = n > 0
@@ -97,7 +93,12 @@ def step(
             jnp.where(moves, *pair) for pair in zip(averages, old, strict=True)
         )
     moves = _adaptive_norm.outer(moves, x)
+    # Selected before they are used, for the same reason as in `_spam_step`.
     m, v = jnp.where(moves, m, m_old), jnp.where(moves, v, v_old)
+    age = clock.age + 1
+    root = jnp.sqrt(v) / jnp.sqrt(debias(r.b2, age, dtype)) + r.eps
+    u = clock.scale.astype(dtype) / debias(b1, age, dtype) / root
+    u = u.astype(kind) * m
     if late:
         m, v = jnp.where(clock.reset, 0, m), jnp.where(clock.reset, 0, v)
     new = Leaf(
