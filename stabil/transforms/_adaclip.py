@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil.transforms import _check, _leafwise, _leaves
+from stabil.transforms import _check, _leaves
 from stabil.transforms._adaptive_norm import (
     adaclip,
     int_zeros,
@@ -78,7 +78,7 @@ def scale_by_adaclip(
     """
     name = "scale_by_adaclip"
     _check.fraction(name, decay=decay)
-    _leafwise.check_choice(name, "parity", parity, ("", "official"))
+    _leaves.one_of(name, ("", "official"), parity=parity)
 
     def init(params: Any) -> ScaleByAdaclipState:
         return ScaleByAdaclipState(

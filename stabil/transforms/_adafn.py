@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil.transforms import _check, _leafwise, _leaves
+from stabil.transforms import _check, _leaves
 from stabil.transforms._adaptive_norm import (
     adafn,
     int_zeros,
@@ -85,7 +85,7 @@ def scale_by_adafn(
     name = "scale_by_adafn"
     _check.fraction(name, gamma1=gamma1, gamma2=gamma2)
     _check.positive(name, eps=eps)
-    _leafwise.check_choice(name, "parity", parity, ("", "official"))
+    _leaves.one_of(name, ("", "official"), parity=parity)
 
     def init(params: Any) -> ScaleByAdafnState:
         return ScaleByAdafnState(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil.transforms import _check, _leaves, _norms, _scaling
+from stabil.transforms import _check, _leaves, _norms, _scopes
 from stabil.transforms._adagc_rules import AdaGCState, Rule
 
 
@@ -114,14 +114,6 @@ def adagc(
             )
         )
 
-    def measure(updates: Any, layout: _norms.Layout, norms: Any) -> jax.Array:
-        if parity:
-            dtype = layout.dtype
-            return layout.gather(
-                updates, lambda x, axes: jnp.sqrt(_norms.squares(x, dtype, axes))
-            )
-        return layout.norms(updates, norms)
-
     def update(
         updates: Any,
         state: AdaGCState,
@@ -134,12 +126,10 @@ def adagc(
         del params, extra_args
         layout = _norms.Layout(updates, stacked, exclude)
         dtype = state.gamma.dtype
-        rows = _scaling.unscaled(measure(updates, layout, norms).astype(dtype), scale)
-        if parity:
-            total = jnp.sqrt(jnp.sum(jnp.square(rows)))
-        else:
-            total = _norms.total_norm(rows)
-        rows = total[None] if scope == "global" else rows
+        plain = parity is not None
+        rows, total = _scopes.measure(
+            updates, layout, scope, dtype, plain=plain, norms=norms, scale=scale
+        )
         warm = state.steps < warmup_steps - (parity == "pytorch_optimizer")
         if parity == "official":
             factors, new, limit = rule.official(rows, total, warm, state, scope)
@@ -149,16 +139,9 @@ def adagc(
             factors, new, limit = rule.cured(
                 rows, total, warm, state, max_consecutive_steps
             )
-        finite = jnp.isfinite(total) | (parity is not None)
+        finite = jnp.isfinite(total) | plain
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        spread = factors
-        if scope == "global":
-            spread = jnp.broadcast_to(factors, [layout.total])
-        spread = layout.scatter(updates, spread)
-        if parity:
-            updates = _scaling.multiply(updates, spread)
-        else:
-            updates = _scaling.scale_rows(updates, spread, finite)
+        updates = _scopes.shrink(updates, layout, factors, finite, plain=plain)
         least = jnp.min(factors, initial=1.0)
         lowest = jnp.min(limit) if limit.size else jnp.zeros([], dtype)
         share = jnp.sum(factors < 1).astype(jnp.float32) / max(factors.size, 1)

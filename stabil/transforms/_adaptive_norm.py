@@ -15,9 +15,9 @@ from stabil.transforms._leafwise import abs_square, debias, real
 def per_tensor(params: Any, stacked: _leaves.Paths, make: Any = jnp.zeros) -> Any:
     """A tree of one scalar per tensor, or one per layer of a stacked tensor."""
     flags = iter(layered(params, stacked))
-    return _leafwise.like(
+    return _leaves.like(
         params,
-        lambda p: make(p.shape[:1] if next(flags) else (), real(_leafwise.wide(p))),
+        lambda p: make(p.shape[:1] if next(flags) else (), real(_leaves.wide(p))),
     )
 
 
@@ -101,12 +101,12 @@ def prepare(
     g: jax.Array, statistic: jax.Array, samples: jax.Array, faithful: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradient to work on, whether it is sound, and the samples with it."""
-    x = g.astype(_leafwise.wide(g))
+    x = g.astype(_leaves.wide(g))
     if faithful:
-        return x, jnp.ones_like(statistic, bool), _leafwise.increment(samples)
+        return x, jnp.ones_like(statistic, bool), _leaves.one_more(samples)
     ok = all_finite(x, statistic)
     x = jnp.where(outer(ok, x), _leafwise.bounded(x), 0)
-    return x, ok, jnp.where(ok, _leafwise.increment(samples), samples)
+    return x, ok, jnp.where(ok, _leaves.one_more(samples), samples)
 
 
 def per_leaf(name: str, updates: Any, state: Any, one: Any) -> tuple[Any, Any]:
@@ -122,4 +122,4 @@ def per_leaf(name: str, updates: Any, state: Any, one: Any) -> tuple[Any, Any]:
         jax.tree.unflatten(jax.tree.structure(field), values)
         for field, values in zip(state, new[1:] or columns, strict=True)
     ]
-    return _leafwise.rebuild(updates, new[0]), type(state)(*fields)
+    return _leaves.rebuild(updates, new[0]), type(state)(*fields)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil.transforms import _check, _leaves, _norms, _scaling
+from stabil.transforms import _check, _leaves, _norms, _scaling, _scopes
 from stabil.transforms._window import Window
 
 # torch.nn.utils.clip_grad_norm_, which the published codes call, adds this to the norm.
@@ -132,29 +132,16 @@ def autoclip(
         del params, extra_args
         layout = _norms.Layout(updates, stacked, exclude)
         dtype = state.norm.dtype
-        if parity:
-            rows = layout.gather(
-                updates, lambda x, axes: jnp.sqrt(_norms.squares(x, dtype, axes))
-            )
-            total = jnp.sqrt(jnp.sum(jnp.square(rows)))
-        else:
-            rows = _scaling.unscaled(layout.norms(updates, norms).astype(dtype), scale)
-            total = _norms.total_norm(rows)
-        rows = total[None] if scope == "global" else rows
+        rows, total = _scopes.measure(
+            updates, layout, scope, dtype, plain=parity, norms=norms, scale=scale
+        )
         history, eta = limits(rows, state.history)
         finite = jnp.isfinite(total) | parity
         if parity:
             factors = jnp.minimum(eta / (rows + DIVISOR_EPS), 1.0)
         else:
             factors = _scaling.ratio(eta, rows)
-        spread = factors
-        if scope == "global":
-            spread = jnp.broadcast_to(factors, [layout.total])
-        spread = layout.scatter(updates, spread)
-        if parity:
-            updates = _scaling.multiply(updates, spread)
-        else:
-            updates = _scaling.scale_rows(updates, spread, finite)
+        updates = _scopes.shrink(updates, layout, factors, finite, plain=parity)
         least = jnp.min(factors, initial=1.0)
         lowest = jnp.min(eta) if eta.size else jnp.zeros([], dtype)
         lowest = jnp.where(jnp.isinf(lowest), 0, lowest)

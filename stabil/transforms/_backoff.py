@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from stabil import _tree
 from stabil.transforms import _check, _leafwise, _leaves
 from stabil.transforms._on_verdict import asks, check_wrapper, sound
-from stabil.transforms._selective import update_if
 from stabil.vocabulary import Cause, Controls, Severity, Verdict
 
 # Decay of the smoothed loss: a memory of ten steps hides the noise of one batch.
@@ -144,7 +144,7 @@ def backoff(
     ) -> tuple[Any, BackoffState]:
         ok = sound(updates, state.inner_state)
         smooth, losses = _smoothed(state.loss, state.losses, loss)
-        age = _leafwise.increment(state.age)
+        age = _leaves.one_more(state.age)
         scale = come_back(state.depth, age)
         improving = (losses > 0) & (smooth < state.loss_at_cut)
         allowed = (age >= incident_steps) & ((scale == 1) | ~improving)
@@ -158,12 +158,15 @@ def backoff(
             taken = jnp.ones_like(controls.learning_rate_scale)
             passed["controls"] = controls._replace(learning_rate_scale=taken)
         passed = {k: v for k, v in passed.items() if v is not None}
-        arguments = (updates, state.inner_state, params)
-        updates, inner_state = update_if("backoff", inner, ok, arguments, passed)
+        # Selected after the fact: `update_if` would move less memory and change the
+        # last bits of an idle step of SGD.
+        updates, inner_state = inner.update(
+            updates, state.inner_state, params, **passed
+        )
         leaves = _leaves.measured(updates)
         new = _leafwise.scaled(leaves, [total] * len(leaves), ok)
-        return _leafwise.rebuild(updates, new), BackoffState(
-            inner_state=inner_state,
+        return _leaves.rebuild(updates, new), BackoffState(
+            inner_state=_tree.select(ok, inner_state, state.inner_state),
             age=jnp.where(cut, 0, age),
             depth=jnp.where(cut, lower, state.depth),
             scale=total,
@@ -190,5 +193,5 @@ def _smoothed(
     value = jnp.asarray(loss).astype(jnp.float32)
     mixed = jnp.where(losses == 0, value, LOSS_DECAY * old + (1 - LOSS_DECAY) * value)
     ok = jnp.isfinite(value)
-    count = _leafwise.increment(losses)
+    count = _leaves.one_more(losses)
     return jnp.where(ok, mixed, old), jnp.where(ok, count, losses)

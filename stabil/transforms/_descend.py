@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil.transforms import _leafwise
+from stabil.transforms import _leafwise, _leaves
 from stabil.transforms._leaves import measured, partners
 
 
@@ -60,7 +60,7 @@ def descend(
         owners = partners(updates, params) if weight_decay else leaves
 
         def one(u: jax.Array, p: jax.Array) -> jax.Array:
-            kind = _leafwise.wide(u)
+            kind = _leaves.wide(u)
             lr, x = jnp.asarray(rate, kind), u.astype(kind)
             if not weight_decay or (decay == "after, not on matrices" and u.ndim > 1):
                 return -lr * x
@@ -71,7 +71,7 @@ def descend(
             return step - lr * weight_decay * (wide + step)
 
         new = [one(u, p) for u, p in zip(leaves, owners, strict=True)]
-        state = DescendState(_leafwise.increment(state.steps))
-        return _leafwise.rebuild(updates, new), state
+        state = DescendState(_leaves.one_more(state.steps))
+        return _leaves.rebuild(updates, new), state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from stabil import _tree
-from stabil.transforms._leaves import measured
-
-
-def rebuild(tree: Any, new: Sequence[jax.Array | None]) -> Any:
-    """`tree` with its measured leaves replaced, None skipped; each keeps its dtype."""
-    leaves, treedef = jax.tree.flatten(tree)
-    fresh = iter([x for x in new if x is not None])
-    out = [
-        next(fresh).astype(jnp.asarray(x).dtype) if _tree.is_measured(x) else x
-        for x in leaves
-    ]
-    return jax.tree.unflatten(treedef, out)
-
-
-def wide(x: jax.Array) -> Any:
-    """Dtype to compute in: float32, or wider where the leaf is wider; keeps complex."""
-    double = jnp.finfo(x.dtype).bits > 32
-    if jnp.iscomplexobj(x):
-        return jnp.complex128 if double else jnp.complex64
-    return jnp.float64 if double else jnp.float32
+from stabil.transforms._leaves import measured, wide
 
 
 def real(dtype: Any) -> Any:
     """The real counterpart of an inexact dtype."""
     return jnp.finfo(dtype).dtype
-
-
-def like(params: Any, make: Callable[[jax.Array], jax.Array]) -> Any:
-    """A tree of the parameters' structure; leaves without a norm hold no array."""
-
-    def one(p: Any) -> Any:
-        return make(jnp.asarray(p)) if _tree.is_measured(p) else optax.MaskedNode()
-
-    return jax.tree.map(one, params)
 
 
 def abs_square(x: jax.Array) -> jax.Array:
@@ -182,21 +153,8 @@ def bounded(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -_tree.LARGEST, _tree.LARGEST)
 
 
-def check_choice(where: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """A word must be one of the known ones."""
-    if value not in choices:
-        raise ValueError(
-            f"{where}: needed {name} to be one of {choices}, got {value!r}"
-        )
-
-
 def check_not_negative(where: str, **values: Any) -> None:
     """Each value must be a finite number of at least 0."""
     for name, value in values.items():
         if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
             raise ValueError(f"{where}: needed a number {name} >= 0, got {value!r}")
-
-
-def increment(steps: jax.Array) -> jax.Array:
-    """`steps + 1`, held at the largest int32."""
-    return jnp.asarray(optax.safe_increment(steps))

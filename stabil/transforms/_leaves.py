@@ -50,9 +50,14 @@ def measured(tree: Any) -> list[Any]:
     return [jnp.asarray(x) for x in jax.tree.leaves(tree) if _tree.is_measured(x)]
 
 
+def wide(x: jax.Array) -> Any:
+    """Dtype to compute in: float32, or wider where the leaf is wider; keeps complex."""
+    return jnp.float32 if jnp.finfo(x.dtype).bits < 32 else x.dtype
+
+
 def widened(x: jax.Array) -> jax.Array:
     """A leaf in at least single precision."""
-    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+    return x.astype(wide(x))
 
 
 def times(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -95,20 +100,20 @@ def partners(updates: Any, params: Any) -> list[jax.Array]:
     return [found[path] for path in wanted]
 
 
-def replaced(tree: Any, new: list[jax.Array]) -> Any:
-    """The tree with its measured leaves replaced; each keeps its dtype."""
+def rebuild(tree: Any, new: Sequence[jax.Array | None]) -> Any:
+    """`tree` with its measured leaves replaced, None skipped; each keeps its dtype."""
     leaves, treedef = jax.tree.flatten(tree)
     where = [i for i, x in enumerate(leaves) if _tree.is_measured(x)]
-    for i, x in zip(where, new, strict=True):
+    for i, x in zip(where, (x for x in new if x is not None), strict=True):
         leaves[i] = x.astype(jnp.asarray(leaves[i]).dtype)
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _like(params: Any, make: Callable[[jax.Array], jax.Array]) -> Any:
+def like(params: Any, make: Callable[[jax.Array], jax.Array]) -> Any:
+    """A tree of the parameters' structure; leaves without a norm hold no array."""
+
     def one(p: Any) -> Any:
-        if not _tree.is_measured(p):
-            return optax.MaskedNode()
-        return make(widened(jnp.asarray(p)))
+        return make(jnp.asarray(p)) if _tree.is_measured(p) else optax.MaskedNode()
 
     return jax.tree.map(one, params)
 
@@ -118,12 +123,12 @@ def wide_zeros(params: Any) -> Any:
 
     Parameters without a norm have an empty node instead of an array.
     """
-    return _like(params, jnp.zeros_like)
+    return like(params, lambda p: jnp.zeros_like(widened(p)))
 
 
 def real_like(params: Any, value: float) -> Any:
     """As `wide_zeros`, filled with a number, and real for a complex parameter."""
-    return _like(params, lambda p: jnp.full(p.shape, value, jnp.finfo(p.dtype).dtype))
+    return like(params, lambda p: jnp.full(p.shape, value, jnp.finfo(wide(p)).dtype))
 
 
 def statistics_dtype(tree: Any) -> Any:

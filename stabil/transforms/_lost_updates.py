@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stabil.transforms import _check, _leafwise
+from stabil.transforms import _check, _leafwise, _leaves
 
 
 class LostUpdatesState(NamedTuple):
@@ -96,7 +96,7 @@ def lost_updates(
         ]
         share = jnp.stack(shares) if shares else state.share
         usual = decay * state.usual_share + (1 - decay) * share
-        return _leafwise.rebuild(updates, list(found.values())), LostUpdatesState(
+        return _leaves.rebuild(updates, list(found.values())), LostUpdatesState(
             share, usual, jnp.any(usual > limit)
         )
 
@@ -104,7 +104,7 @@ def lost_updates(
 
 
 def _share(p: jax.Array, u: jax.Array) -> jax.Array:
-    wide = _leafwise.wide(p)
+    wide = _leaves.wide(p)
     moved = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
     tried = u != 0
     lost = jnp.sum(tried & (moved == p)).astype(jnp.float32)

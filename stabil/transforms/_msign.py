@@ -116,7 +116,7 @@ def msign(
                 f"{name}: needed params, whose matrices it rewrites, got None; write "
                 "tx.update(grads, opt_state, params)"
             )
-        steps = _leafwise.increment(state.steps)
+        steps = _leaves.one_more(state.steps)
         found = {
             path: jnp.where(jnp.isfinite(u), u, jnp.zeros_like(u))
             for path, u in _leafwise.by_path(updates).items()
@@ -140,7 +140,7 @@ def msign(
         ranks |= dict(zip(names, rank, strict=True))
         counts |= dict(zip(names, count, strict=True))
         structure = jax.tree.structure(state.usual_rank)
-        return _leafwise.rebuild(updates, list(found.values())), MSignState(
+        return _leaves.rebuild(updates, list(found.values())), MSignState(
             steps,
             jax.tree.unflatten(structure, list(ranks.values())),
             jax.tree.unflatten(structure, list(counts.values())),
@@ -165,7 +165,7 @@ def _rewrite(
     below: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The update that rewrites one leaf, its running rank and its count."""
-    kind = _leafwise.wide(p)
+    kind = _leaves.wide(p)
     old = p.astype(kind)
     w = old + u.astype(kind)
     new = restored(w)

@@ -159,7 +159,7 @@ def reset_moments(
                 "tx.update(grads, opt_state, params)"
             )
         found = find_moments(state.inner_state, template, names=names)
-        steps = _leafwise.increment(state.steps)
+        steps = _leaves.one_more(state.steps)
         flags = _leafwise.reset_flags(
             len(paths), controls, reset_leaves, steps % period == 0
         )
@@ -179,7 +179,7 @@ def reset_moments(
         if verdict is not None:
             passed["verdict"] = verdict
         updates, inner_state = inner.update(updates, before, params, **passed)
-        age = jnp.where(flags, 0, _leafwise.increment(state.age))
+        age = jnp.where(flags, 0, _leaves.one_more(state.age))
         resets = state.resets + flags.astype(jnp.int32)
         scale = _leafwise.warmup_scale(age, warmup_steps)
         applied = jnp.where(resets > 0, scale, 1.0)
@@ -188,7 +188,7 @@ def reset_moments(
         scales = [scale[path] for path in leaves]
         new = _leafwise.scaled(list(leaves.values()), scales, ok)
         inner_state = _tree.select(ok, inner_state, before)
-        return _leafwise.rebuild(updates, new), ResetMomentsState(
+        return _leaves.rebuild(updates, new), ResetMomentsState(
             inner_state=inner_state,
             steps=steps,
             age=age,

@@ -78,14 +78,14 @@ def select_rows(tree: Any, factors: list[jax.Array], finite: jax.Array) -> Any:
         wide = _leaves.widened(x)
         scaled = jnp.where(f < 1, _leaves.times(wide, f).astype(x.dtype), x)
         out.append(jnp.where(finite, scaled, jnp.zeros_like(x)))
-    return _leaves.replaced(tree, out)
+    return _leaves.rebuild(tree, out)
 
 
 def multiply(tree: Any, factors: list[jax.Array] | jax.Array) -> Any:
     """Plain products, as published codes do: a NaN times 0 stays NaN."""
     leaves = _leaves.measured(tree)
     many = factors if isinstance(factors, list) else [factors] * len(leaves)
-    return _leaves.replaced(
+    return _leaves.rebuild(
         tree,
         [
             _leaves.times(_leaves.widened(x), f)

@@ -123,14 +123,12 @@ def scale_by_spam(
     _check.at_least(name, 0, warmup_steps=warmup_steps, grace_steps=grace_steps)
     if density > 1:
         raise ValueError(f"{name}: needed 0 < density <= 1, got {density!r}")
-    _leafwise.check_choice(
-        name, "parity", parity, ("", "official", "pytorch_optimizer")
-    )
+    _leaves.one_of(name, ("", "official", "pytorch_optimizer"), parity=parity)
     faithful = parity != ""
     if bias_correction is None:
         bias_correction = "official" if faithful else "restart"
-    _leafwise.check_choice(
-        name, "bias_correction", bias_correction, ("restart", "official", "none")
+    _leaves.one_of(
+        name, ("restart", "official", "none"), bias_correction=bias_correction
     )
     rates = Rates(b1, b2, eps, threshold, faithful, bias_correction != "none")
     period = _leafwise.never(every_steps)
@@ -138,7 +136,7 @@ def scale_by_spam(
 
     def init(params: Any) -> ScaleBySpamState:
         def zeros(p: jax.Array) -> jax.Array:
-            return jnp.zeros_like(p, p.dtype if faithful else _leafwise.wide(p))
+            return jnp.zeros_like(p, p.dtype if faithful else _leaves.wide(p))
 
         def full(p: jax.Array) -> jax.Array:
             return jnp.ones(p.shape if density < 1 and p.ndim > 1 else (), bool)
@@ -148,9 +146,9 @@ def scale_by_spam(
             steps=jnp.zeros([], jnp.int32),
             age=jnp.full([leaves], -1, jnp.int32),
             resets=jnp.zeros([leaves], jnp.int32),
-            mu=_leafwise.like(params, zeros),
-            nu=_leafwise.like(params, lambda p: zeros(p).real),
-            mask=_masks.draw(_leafwise.like(params, full), density, seed, 0),
+            mu=_leaves.like(params, zeros),
+            nu=_leaves.like(params, lambda p: zeros(p).real),
+            mask=_masks.draw(_leaves.like(params, full), density, seed, 0),
             clipped=jnp.zeros([leaves], jnp.float32),
         )
 
@@ -166,7 +164,7 @@ def scale_by_spam(
         del params, extra
         names = _tree.measured_names(state.mu)
         grads = _leafwise.aligned(name, updates, names)
-        steps = _leafwise.increment(state.steps)
+        steps = _leaves.one_more(state.steps)
         due = steps % period == 0
         flags = _leafwise.reset_flags(len(names), controls, reset_leaves, due)
         dtype = _leaves.statistics_dtype(updates)
@@ -180,7 +178,7 @@ def scale_by_spam(
         # A new mask is in force from the next reset on, so it is drawn a step before.
         turn = (steps + 1) % period == 0
         mask = _masks.redraw(turn, state.mask, density, seed, (steps + 1) // period)
-        return _leafwise.rebuild(updates, new), ScaleBySpamState(
+        return _leaves.rebuild(updates, new), ScaleBySpamState(
             steps=steps,
             age=clock.age,
             resets=clock.resets,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stabil.transforms import _leafwise
+from stabil.transforms import _leafwise, _leaves
 
 
 class Rates(NamedTuple):
@@ -58,7 +58,7 @@ def read_clock(
       times: the periods.
       dtype: of the warm-up scale.
     """
-    age = jnp.where(flags, 0, _leafwise.increment(age))
+    age = jnp.where(flags, 0, _leaves.one_more(age))
     resets = resets + flags.astype(jnp.int32)
     ahead = int(times.parity == "pytorch_optimizer")
     scale = _leafwise.warmup_scale(age, times.warmup, dtype, ahead=ahead)
@@ -88,7 +88,7 @@ def step(
     """Update, new moments and clipped fraction of one leaf; None has no gradient."""
     if g is None:
         return None, m, v, jnp.zeros([], jnp.float32)
-    kind = _leafwise.wide(g)
+    kind = _leaves.wide(g)
     dtype = _leafwise.real(kind)
     x = g.astype(kind)
     ok = jnp.isfinite(x)

@@ -136,15 +136,13 @@ def scale_by_stable_spam(
     _check.at_least(name, 0, warmup_steps=warmup_steps)
     if eta_min > 1:
         raise ValueError(f"{name}: needed 0 < eta_min <= 1, got {eta_min!r}")
-    _leafwise.check_choice(
-        name, "parity", parity, ("", "official", "pytorch_optimizer")
-    )
+    _leaves.one_of(name, ("", "official", "pytorch_optimizer"), parity=parity)
     rates = Rates(b1, b2, eps, (gamma1, gamma2, gamma3), parity)
     period = _leafwise.never(every_steps)
 
     def init(params: Any) -> ScaleByStableSpamState:
         def zeros(p: jax.Array) -> jax.Array:
-            return jnp.zeros_like(p, p.dtype if parity else _leafwise.wide(p))
+            return jnp.zeros_like(p, p.dtype if parity else _leaves.wide(p))
 
         leaves = len(_leaves.measured(params))
         scalars = functools.partial(_adaptive_norm.per_tensor, params, stacked)
@@ -152,8 +150,8 @@ def scale_by_stable_spam(
             steps=jnp.zeros([], jnp.int32),
             age=jnp.full([leaves], -1, jnp.int32),
             resets=jnp.zeros([leaves], jnp.int32),
-            mu=_leafwise.like(params, zeros),
-            nu=_leafwise.like(params, lambda p: zeros(p).real),
+            mu=_leaves.like(params, zeros),
+            nu=_leaves.like(params, lambda p: zeros(p).real),
             spike_max=scalars(),
             norm_mean=scalars(),
             norm_square_mean=scalars(),
@@ -171,10 +169,10 @@ def scale_by_stable_spam(
     ) -> tuple[Any, ScaleByStableSpamState]:
         del params, extra
         grads = _leafwise.aligned(name, updates, _tree.measured_names(state.mu))
-        steps = _leafwise.increment(state.steps)
+        steps = _leaves.one_more(state.steps)
         due = steps % period == 0
         flags = _leafwise.reset_flags(len(grads), controls, reset_leaves, due)
-        age = jnp.where(flags, 0, _leafwise.increment(state.age))
+        age = jnp.where(flags, 0, _leaves.one_more(state.age))
         resets = state.resets + flags.astype(jnp.int32)
         dtype = _leaves.statistics_dtype(updates)
         scale = _leafwise.warmup_scale(age, 0 if parity else warmup_steps, dtype)
@@ -194,7 +192,7 @@ def scale_by_stable_spam(
             for j, field in enumerate(Leaf._fields)
         }
         state = ScaleByStableSpamState(steps=steps, age=age, resets=resets, **new)
-        return _leafwise.rebuild(updates, [row[0] for row in rows]), state
+        return _leaves.rebuild(updates, [row[0] for row in rows]), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

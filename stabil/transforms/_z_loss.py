@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stabil.transforms import _leafwise
+from stabil.transforms import _leafwise, _leaves
 
 
 def z_loss(logits: jax.Array, weight: float = 1e-4, where: Any = None) -> jax.Array:
@@ -43,7 +43,7 @@ def z_loss(logits: jax.Array, weight: float = 1e-4, where: Any = None) -> jax.Ar
             "z_loss: needed logits with a class axis [..., classes], got a scalar; "
             "hand it the logits, not the loss"
         )
-    square = jnp.square(jax.nn.logsumexp(x.astype(_leafwise.wide(x)), axis=-1))
+    square = jnp.square(jax.nn.logsumexp(x.astype(_leaves.wide(x)), axis=-1))
     if where is None:
         return weight * jnp.mean(square)
     counts = jnp.broadcast_to(jnp.asarray(where, bool), square.shape)

@@ -201,13 +201,13 @@ ERRORS = [
     ),
     (
         dict(parity="paper"),
-        "scale_by_spam: needed parity to be one of ('', 'official', "
-        "'pytorch_optimizer'), got 'paper'",
+        "scale_by_spam: needed parity to be '', 'official' or "
+        "'pytorch_optimizer', got 'paper'",
     ),
     (
         dict(bias_correction="off"),
-        "scale_by_spam: needed bias_correction to be one of ('restart', 'official', "
-        "'none'), got 'off'",
+        "scale_by_spam: needed bias_correction to be 'restart', 'official' or "
+        "'none', got 'off'",
     ),
 ]
 

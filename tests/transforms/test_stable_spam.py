@@ -151,8 +151,8 @@ ERRORS = [
     (dict(eta_min=2.0), "scale_by_stable_spam: needed 0 < eta_min <= 1, got 2.0"),
     (
         dict(parity="v2"),
-        "scale_by_stable_spam: needed parity to be one of ('', 'official', "
-        "'pytorch_optimizer'), got 'v2'",
+        "scale_by_stable_spam: needed parity to be '', 'official' or "
+        "'pytorch_optimizer', got 'v2'",
     ),
 ]
 
