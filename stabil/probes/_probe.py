@@ -43,8 +43,9 @@ def probe(
     `nn.cond` (NaN where a branch was not taken), `nn.while_loop` (the last turn) and
     `nn.custom_vjp`, as they are written.
 
-    Does not: change the model's output, mutable collections, random numbers or
-    parameters by a bit; see integer outputs.
+    Does not: change an operation of the model, its mutable collections, random numbers
+    or parameters (outputs stay bit-identical unless the compiler fuses a value that has
+    one reader more in another way); see integer outputs.
 
     Args:
       model: a Flax Linen module, not bound to variables, or an NNX module.
