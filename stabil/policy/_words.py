@@ -24,7 +24,7 @@ class Observation(NamedTuple):
       score: largest robust deviation of any signal, in robust standard deviations.
       resets: leaves whose moments the guard restarted in this step.
       data_index: position of the step's batch in the data; -1 when unknown.
-      batch_id: what the user calls the batch, or None.
+      batch_id: what the user calls the batch, on all processes the same; or None.
       micro_batch: position in the accumulation window; -1 without one.
       sample_ids: what the user calls the samples of the batch.
       also: further signals that were at fault, in forward order.

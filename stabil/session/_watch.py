@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
+
 from stabil.policy import Action, Ladder, Observation
 from stabil.session._account import Account
 from stabil.session._black_box import BlackBox
@@ -50,6 +52,7 @@ class Watch:
         self.rescue = Rescue(keeper, policy, folder, self.pace)
         self._policy, self._reporter, self._watchdog = policy, reporter, watchdog
         self._black_box = BlackBox()
+        self._is_alone = jax.process_count() == 1
         self._judged = -1
         self._damage = DamageCheck()
         self._data: Any = None  # `Data` from `begin` on
@@ -94,7 +97,7 @@ class Watch:
         )
         self._black_box.take(seen)
         costs = functools.partial(self.rescue.price, next_step=next_step)
-        actions = self._policy.decide(seen, costs)
+        actions = self._policy.decide(self._shared(seen), costs)
         self.account.observe(seen)
         if self.rescue.tags:
             trouble, cause = self._policy.in_trouble, ", ".join(seen.causes)
@@ -152,6 +155,13 @@ class Watch:
         except Exception as error:
             self._failed_save(step, error)
 
+    def _shared(self, seen: Observation) -> Observation:
+        """What all processes know of a step, for decisions to rest on.
+
+        Several may each call their part of a batch by another name.
+        """
+        return seen if self._is_alone else seen._replace(batch_id=None)
+
     def _is_old(self, vitals: Vitals) -> bool:
         """Whether the guard has judged nothing since: a micro-batch was accumulated."""
         judged = int(vitals.tally.judged_steps)
@@ -183,7 +193,7 @@ class Watch:
             reason = f"{action.reason}; the rollback failed: {error}"
             self._carry_out(Action("stop", reason, action.numbers), seen)
             raise
-        self._policy.rolled_back(seen, found.step, found.window)
+        self._policy.rolled_back(self._shared(seen), found.step, found.window)
         self.account.rolled_back(found.step, next_step)
         action.numbers.update(to_step=found.step, skipped=list(found.window))
         self._reporter.action(action, seen)

@@ -168,6 +168,26 @@ def test_the_whole_loop_in_one_call_is_the_same(tmp_path):
     assert seen[back] == (10, 10.0) and seen[back - 1] == (18, 17.0)
 
 
+@pytest.mark.parametrize(("alone", "batch"), [(True, "my shard"), (False, "17")])
+def test_names_that_only_one_process_has_are_no_ground_to_decide(
+    tmp_path, keeper, alone, batch
+):
+    policy = Ladder(ONE_STRIKE)
+    with Session(
+        tmp_path / "run", checkpoints=keeper, policy=policy, total_steps=30
+    ) as session:
+        session._watch._is_alone = alone
+        state = jnp.float32(0)
+        for _, i in session.steps(state, abs):
+            bad = dict(BAD) if i == 17 else {}
+            vitals = make_vitals(*(("loss_spike",) if bad else ()), **bad)
+            state = session.end_step(state, vitals, batch_id="my shard")
+    (row,) = policy.get_state()["relapses"]
+    assert row["batch"] == batch and list(policy.get_state()["batches"]) == [batch]
+    (event,) = actions(tmp_path / "run", "rollback")
+    assert event.batch_id == "my shard"  # which is worth telling all the same
+
+
 def test_the_skip_list_survives_a_kill_right_after_the_rollback(tmp_path, keeper):
     policy = Ladder(ONE_STRIKE)
     first = Session(tmp_path / "run", checkpoints=keeper, policy=policy)
