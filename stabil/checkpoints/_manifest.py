@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import math
 import pathlib
 import platform
@@ -24,6 +25,7 @@ _OURS = ("stabil-", _files.TEMPORARY)
 _SMALL = 1 << 20
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that decide what a state means."""
     import importlib.metadata as metadata

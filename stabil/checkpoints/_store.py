@@ -99,12 +99,16 @@ def _read_item(
     item: pathlib.Path,
     arguments: Callable[[v0.PyTreeCheckpointHandler], v0.args.PyTreeRestore],
 ) -> Any:
+    def read() -> Any:
+        reader = v0.PyTreeCheckpointHandler()
+        return reader.restore(epath.Path(item), args=arguments(reader))
+
     with _no_abandoned_coroutines():
         try:
-            reader = v0.PyTreeCheckpointHandler()
-            return reader.restore(epath.Path(item), args=arguments(reader))
+            return read()
         except Exception as error:
             problem = _innermost(error)
+        # The reader is gone, and with it all that still refers to the coroutines.
         gc.collect()
     raise DamagedError(f"{item} cannot be read: {problem}")
 
