@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 
 from stabil.probes import _collect, _select
+from stabil.probes._bridge import nnx_inside
 from stabil.probes._cadence import Probe
 from stabil.probes._tap import FORWARD, PLACE, inside_module, tap_tree
 from stabil.vocabulary import Readings
@@ -84,6 +85,7 @@ class _Seen:
 
     def __enter__(self) -> _Seen:
         self.contexts.enter_context(nn.intercept_methods(self.intercept))
+        self.contexts.enter_context(nnx_inside(self.path, self.tap_inside))
         self.turn()
         return self
 
@@ -145,6 +147,20 @@ class _Seen:
         if self.apart:
             self.turn()
         return out
+
+    def path(self) -> str:
+        """Path of the module that is running."""
+        return "/".join(self.stack[-1].path) if self.stack else ""
+
+    def tap_inside(self, module: Any, name: str, out: Any) -> Any:
+        """Taps what an NNX module inside a Linen module returns."""
+        if not self.stack or self.stack[-1].module.is_initializing():
+            return out
+        wanted = _select.selected(self.probe.patterns, name, kind=type(module))
+        self.places[(name,)] = type(module)
+        kind = FORWARD if wanted else PLACE
+        backward = wanted and self.probe.backward
+        return tap_tree(out, name, "", backward=backward, kind=kind)
 
     def tap_inputs(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         both = {**{str(i): a for i, a in enumerate(args)}, **kwargs}

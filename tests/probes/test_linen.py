@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from stabil.probes import collect, probe
 from stabil.vocabulary import Controls
@@ -462,6 +463,45 @@ def test_collections_of_the_models_own_boxes_and_dead_code(axes):
     assert ("intermediates" in got[1]) == ("intermediates" in axes)
     per = ("n/unused", "n")
     assert readings.names == (*(f"{n}[{i}]" for i in range(3) for n in per), "Net")
+
+
+class Inner(nnx.Module):
+    """An NNX layer with a checkpointed part."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.first(x) + nnx.remat(lambda m, x: m(x))(self.second, x)
+
+
+class Shell(nn.Module):
+    """A Linen layer around it."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nnx.bridge.ToLinen(Inner, name="inner")(x), None
+
+
+def test_nnx_modules_inside_linen_ones():
+    model = Net(lambda _, x: _scan(nn.remat(Shell))(name="layers")(x, None)[0])
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    probed = probe(model, where=nnx.Linear)
+
+    def run(apply):
+        grad = jax.value_and_grad(lambda v, x: _loss(apply, v, x), has_aux=True)
+        return jax.jit(grad)(variables, X)
+
+    (want, _), want_grads = run(model.apply)
+    (got, readings), grads = run(probed.apply)
+    _assert_same((got, grads), (want, want_grads))
+    per = ("layers/inner/first", "layers/inner/second")
+    assert readings.names == tuple(f"{n}[{i}]" for i in range(3) for n in per)
+    _, everything = jax.eval_shape(probe(model).apply, variables, X)
+    per = (*per, "layers/inner", "layers")
+    names = (*(f"{n}[{i}]" for i in range(3) for n in per), "Net")
+    assert everything.names == names
 
 
 class OwnApply(Block):
