@@ -54,7 +54,7 @@ class Rescue:
         if keeper is not None:
             self.tags = HealthTags(keeper, policy.healthy_after_steps)
         self._alike: Any = None  # `Alike` from `begin` on
-        self.failed_saves_in_a_row = 0
+        self._failures = self._failing_since = self._try_again_at = 0
 
     def begin(self, state: Any, data: Data) -> Return | None:
         """Saves the first state, or restores the newest healthy one of an older run."""
@@ -116,20 +116,34 @@ class Rescue:
     def save(self, step: int, state: Any, data: Data, force: bool = False) -> bool:
         """Offers the state to the keeper, which keeps its own cadence.
 
+        After a save that failed, the next try comes 1, 2, 4, ... steps later, up to the
+        keeper's cadence.
+
         Raises:
-          Exception: what the keeper raised, at the third failure in a row.
+          Exception: what the keeper raised; see `gives_up`.
         """
-        if self.keeper is None:
+        if self.keeper is None or (step < self._try_again_at and not force):
             return False
         try:
             taken = self._save(step, state, data, force)
         except Exception:
-            self.failed_saves_in_a_row += 1
+            self._failing_since = self._failing_since or step
+            self._try_again_at = step + min(2**self._failures, self._cadence)
+            self._failures += 1
             raise
         if taken:
-            self.failed_saves_in_a_row = 0
+            self._failures = self._failing_since = self._try_again_at = 0
             self.tags.saved(step)
         return taken
+
+    def gives_up(self, step: int) -> bool:
+        """Whether saves have failed three times and for twice the keeper's cadence."""
+        lasts = step - self._failing_since >= 2 * self._cadence
+        return self._failures >= 3 and lasts
+
+    @property
+    def _cadence(self) -> int:
+        return getattr(self.keeper, "save_every", None) or 1
 
     def price(self, question: dict[str, Any], next_step: int) -> dict[str, Any]:
         """What a rollback would cost, the same on all processes.

@@ -129,7 +129,8 @@ class Watch:
         """Offers a state to the keeper; a state in trouble only after a while.
 
         Raises:
-          Exception: what the keeper raised, at the third failure in a row.
+          Exception: what the keeper raised, when it has failed three times in a row
+            and for twice its cadence: a run that cannot be saved must not go on.
         """
         if self._policy.in_trouble and not is_last and self.rescue.is_due(step):
             # Worth little, but trouble that lasts must not end saving for good.
@@ -144,7 +145,7 @@ class Watch:
                 self._postponed = 0
         except Exception as error:
             self._failed_save(step, error)
-            if self.rescue.failed_saves_in_a_row >= 3:
+            if self.rescue.gives_up(step):
                 self._reporter.log.flush()
                 raise
 

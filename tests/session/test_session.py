@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from fake_run import FakeKeeper, make_vitals
 
+from stabil.checkpoints import Keeper
 from stabil.policy import Ladder, Rung
 from stabil.session import Session, TrainingStopped, _watch
 from stabil.telemetry import read_events
+from stabil.testing import inject
 from stabil.vocabulary import Controls, Severity
 
 BAD = dict(severity=Severity.BLOCK, first=2, loss=math.nan)
@@ -390,6 +392,26 @@ def test_a_finished_run_says_how_to_get_its_state(tmp_path, keeper):
     with Session(tmp_path / "run", checkpoints=keeper, total_steps=20) as session:
         state = session.resume(jnp.float32(0), lambda i: i)
         assert list(session.steps(state, lambda i: i)) == [] and float(state) == 20.0
+
+
+def test_a_disk_that_is_away_for_a_while_does_not_end_a_run(tmp_path):
+    """A keeper whose save stays due until one succeeds, as the real one's does."""
+    with Keeper(tmp_path / "ck", save_every=10) as keeper:
+        away = inject.Fault(kind="gone", place="disk", step=9, duration=15)
+        with (
+            inject.Disk((away,), tmp_path / "ck") as disk,
+            Session(
+                tmp_path / "run", checkpoints=keeper, total_steps=40, progress=False
+            ) as session,
+        ):
+            state = jnp.float32(0)
+            for step, _ in session.steps(state, lambda i: i):
+                keeper.wait()
+                disk.at(step)
+                state = session.end_step(state + 1, make_vitals())
+        failed = [e.step for e in actions(tmp_path / "run", "save_failed")]
+        assert failed == [10, 11, 13, 17]  # the pauses double
+        assert set(keeper.steps()) == {0, 25, 30, 40}
 
 
 def test_failing_saves_are_told_and_the_third_in_a_row_raises(tmp_path):
