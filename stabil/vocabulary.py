@@ -40,6 +40,7 @@ class Cause(enum.IntFlag):
     DEAD_LAYER = 1 << 14
     EMPTY_BATCH = 1 << 15
     LEVEL_SHIFT = 1 << 16
+    PARAMETER_LEAP = 1 << 17
 
     @classmethod
     def names(cls, flags: int) -> tuple[str, ...]:

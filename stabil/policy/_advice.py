@@ -41,6 +41,10 @@ _BY_CAUSE = (
         "test the hardware: replicas that should agree do not",
     ),
     (
+        ("parameter_leap",),
+        "test the memory of the machine: parameters changed as no update changes them",
+    ),
+    (
         ("nonfinite_loss", "loss_spike", "empty_batch"),
         "read the named batches: look for empty, masked, repeated or corrupt records",
     ),

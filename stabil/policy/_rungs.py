@@ -12,6 +12,7 @@ DAMAGE = (
     "nonfinite_gradient",
     "nonfinite_activation",
     "nonfinite_parameter",
+    "parameter_leap",
     "norm_overflow",
     "activation_limit",
     "activation_shift",

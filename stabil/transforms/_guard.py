@@ -14,6 +14,11 @@ from stabil.detectors import JudgeState, judge, limits_for, read_ranges
 from stabil.transforms import _check, _evidence
 from stabil.transforms._moment_levels import moment_levels
 from stabil.transforms._moments import restart_moments
+from stabil.transforms._parameter_watch import (
+    ParameterSizes,
+    watch_parameters,
+    with_parameters,
+)
 from stabil.transforms._selective import selective_update
 from stabil.transforms._spike_aware import count, spike_aware
 from stabil.vocabulary import Controls, Measures, Readings, Severity, Tally, Verdict
@@ -29,6 +34,7 @@ class GuardState(NamedTuple):
       verdict: `Verdict` of the newest step.
       tally: `Tally` since the run began.
       measures: `Measures` of the newest step.
+      parameter_sizes: `ParameterSizes`, how large each parameter leaf is.
     """
 
     inner_state: Any
@@ -37,6 +43,7 @@ class GuardState(NamedTuple):
     verdict: Verdict
     tally: Tally
     measures: Measures
+    parameter_sizes: ParameterSizes
 
 
 def guard(
@@ -55,7 +62,9 @@ def guard(
 
     A blocked step returns zero updates and leaves the optimizer's state (moments,
     counters, schedules) bit-identical, by select. What blocks: a loss, gradient,
-    activation or moment that is not finite, and the jumps named in `stabil.detectors`.
+    activation, parameter or moment that is not finite, the jumps named in
+    `stabil.detectors`, and a parameter leaf whose size leaps between two steps as no
+    update makes it leap: memory that was overwritten.
     A spike of the gradient alone is clipped, not blocked. Blocks for finite values end
     after `max_consecutive_steps`, when the new level is taken as normal; blocks for
     non-finite values last as long as their cause: watch `tally.blocked_in_a_row`.
@@ -64,7 +73,9 @@ def guard(
     Place: outermost, around the whole chain, inside `optax.MultiSteps`. Does not: guard
     state outside the optimizer, such as batch statistics; select it yourself with
     `stabil.select(stabil.vitals(opt_state), new, old)`. Does not: see every entry of
-    the moments; it reads a few columns of each, which keeps the cost of clipping.
+    the moments and parameters; it reads a few columns of each, which keeps the cost of
+    clipping. Does not: tell damage from a change that you make yourself: a leaf that
+    you more than double in size is refused like damage.
     With no anomaly, params and inner state equal those of an unguarded run bit for bit;
     tested on CPU for Adam, AdamW, Lion and SGD with momentum. Of other optimizers the
     last bits of a parameter may differ: XLA may contract the closing multiply and add
@@ -149,6 +160,7 @@ def guard(
             verdict=Verdict.clear(),
             tally=Tally.zero(),
             measures=Measures.unmeasured(),
+            parameter_sizes=ParameterSizes.empty(len(_tree.measured_names(params))),
         )
 
     def update(
@@ -177,6 +189,10 @@ def guard(
                 ranges, _tree.measured_names(grads), readings, max_readings
             ),
         )
+        leapt, bad, parameter_sizes = watch_parameters(
+            state.parameter_sizes, params, max_consecutive_steps=max_consecutive_steps
+        )
+        found = found._replace(verdict=with_parameters(found.verdict, leapt, bad))
         ok = found.verdict.severity < int(Severity.BLOCK)
         asked = jnp.bool_(False) if controls is None else controls.reset_moments
         restart = (found.damaged & jnp.asarray(reset)) | asked
@@ -222,6 +238,7 @@ def guard(
                 clip_factor=factor,
                 update_rms=moments.rms,
             ),
+            parameter_sizes=parameter_sizes,
         )
         scale = _scale(controls, found.verdict)
         return _tree.zeros_unless(proceed, _slowed(updates, scale)), new

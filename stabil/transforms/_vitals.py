@@ -59,6 +59,7 @@ def vitals(
             "and hand over the state that tx.update returned"
         )
     names = [_signals(x, opt_state, params, readings) for x in found]
+    found = [_counted_from_the_front(x, n) for x, n in zip(found, names, strict=True)]
     if len(found) == 1:
         one = found[0]
         return Vitals(
@@ -93,6 +94,7 @@ def _signals(
         "updates/rms",
         *(f"activations/{n}" for n in rows),
         *(f"devices/{i}" for i in devices),
+        *(f"params/{n}" for n in leaves),
     )
 
 
@@ -106,6 +108,15 @@ def _largest_shadow(found: list[Shadow | None]) -> Shadow | None:
     if len(shapes) > 1 or found[0] is None:
         return None
     return _largest(found)
+
+
+def _counted_from_the_front(state: Any, names: tuple[str, ...]) -> Any:
+    """The state with a parameter named by its position among the signals."""
+    if isinstance(state, SpikeAwareState):
+        return state
+    verdict, end = state.verdict, jnp.int32(len(names) + 1)
+    first = jnp.where(verdict.first < -1, verdict.first + end, verdict.first)
+    return state._replace(verdict=verdict._replace(first=first))
 
 
 def _leaf_names(count: int | None, state: Any, params: Any) -> tuple[str, ...]:

@@ -157,8 +157,8 @@ def test_weights_times_100_raise_the_alarm_name_the_layer_and_are_undone(
         state, session = train(tmp_path, params, 100, keeper, harm, alerts=[inbox])
         tags = keeper.steps()
     alarms = [e for e in read_events(tmp_path / "run") if e.severity != "ok"]
-    assert (alarms[0].step, alarms[0].layer) == (65, f"activations/{layer}")
-    assert f"in activations/{layer} at step 65" in inbox.texts[0]
+    assert (alarms[0].step, alarms[0].layer) == (65, f"params/{layer}/kernel")
+    assert f"in params/{layer}/kernel at step 65" in inbox.texts[0]
     # The rollback lands before the anomaly, on the state that was saved then.
     (back,) = [e for e in alarms if e.action == "rollback"]
     target = back.numbers["to_step"]

@@ -1,0 +1,135 @@
+"""Tells parameters that something other than the optimizer has changed.
+
+A flipped bit, a faulty copy or an overwritten buffer leaves a finite parameter that no
+update has made. What such a leaf puts out need not jump: a norm behind it hides it, and
+a bias starts from nothing. Its own size jumps.
+
+  damaged  <=>  |r_t - r| > r + 8 c
+
+with r_t the root mean square of a sample of the leaf, r the last one that was believed
+and c the largest of its recent changes, which fades by 2 % a step. A leaf is judged
+once it has had a size for five steps. An update can do this too, where a learning rate
+leaps and a leaf is small; so the refusal of finite sizes is bounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stabil import _tree
+from stabil.vocabulary import Cause, Severity, Verdict
+
+_ARMED_AFTER = 5  # steps
+_RECENT = 0.98
+_LEAP = 8.0
+
+
+class ParameterSizes(NamedTuple):
+    """What is remembered of G parameter leaves.
+
+    Attributes:
+      size: float32 `[G]`, the last believed root mean square of the leaf's sample; NaN
+        before the first.
+      change: float32 `[G]`, the largest recent change of `size`.
+      sized_steps: int32 `[G]`, steps with a size above 0, up to five.
+      refused_in_a_row: int32 scalar, steps in a row that were refused for finite sizes.
+    """
+
+    size: jax.Array
+    change: jax.Array
+    sized_steps: jax.Array
+    refused_in_a_row: jax.Array
+
+    @classmethod
+    def empty(cls, leaves: int) -> ParameterSizes:
+        """Nothing was seen yet; every field has its own buffer."""
+        return cls(
+            jnp.full([leaves], jnp.nan, jnp.float32),
+            jnp.zeros([leaves], jnp.float32),
+            jnp.zeros([leaves], jnp.int32),
+            jnp.zeros([], jnp.int32),
+        )
+
+
+def watch_parameters(
+    state: ParameterSizes, params: Any, *, max_consecutive_steps: int
+) -> tuple[jax.Array, jax.Array, ParameterSizes]:
+    """Judges the parameters that a step was computed with.
+
+    Args:
+      state: what was seen so far.
+      params: the parameters, or None where the caller has none: nothing is judged.
+      max_consecutive_steps: refusals in a row before finite sizes are believed.
+
+    Returns:
+      Leaves bool `[G]` that are damaged, leaves bool `[G]` that are not finite, and the
+      next state.
+    """
+    leaves = [x for x in jax.tree.leaves(params) if _tree.is_measured(x)]
+    if len(leaves) != state.size.shape[0] or not leaves:
+        nothing = jnp.zeros(state.size.shape, bool)
+        return nothing, nothing, state
+    x = jnp.stack([_mean_square(leaf) for leaf in leaves])
+    bad, x = jnp.isnan(x), jnp.sqrt(x)
+    moved = jnp.abs(x - state.size)
+    armed = (state.sized_steps >= _ARMED_AFTER) & (state.size > 0)
+    leapt = armed & ~bad & (moved > state.size + _LEAP * state.change)
+    patient = state.refused_in_a_row + 1 < max_consecutive_steps
+    damaged = leapt & patient
+    kept = bad | damaged
+    # The first size is no change, and a leap that is believed after all is none.
+    change = jnp.where(leapt | jnp.isnan(moved), 0.0, moved)
+    sized = jnp.minimum(state.sized_steps + (x > 0), _ARMED_AFTER).astype(jnp.int32)
+    return (
+        damaged,
+        bad,
+        ParameterSizes(
+            size=jnp.where(kept, state.size, x),
+            change=jnp.where(
+                kept, state.change, jnp.maximum(_RECENT * state.change, change)
+            ),
+            sized_steps=jnp.where(kept, state.sized_steps, sized),
+            refused_in_a_row=jnp.where(
+                jnp.any(damaged), state.refused_in_a_row + 1, 0
+            ).astype(jnp.int32),
+        ),
+    )
+
+
+def with_parameters(verdict: Verdict, damaged: jax.Array, bad: jax.Array) -> Verdict:
+    """The verdict of a step whose parameters were judged too.
+
+    Parameters are named before all that follows from them. Their names stand at the end
+    of `Vitals.signals`; `first` counts them from there: -2 is the last name.
+    """
+    if damaged.shape[0] == 0:
+        return verdict
+    wrong = damaged | bad
+    any_wrong = jnp.any(wrong)
+    flags = verdict.flags
+    for cause, leaves in (
+        (Cause.NONFINITE_PARAMETER, bad),
+        (Cause.PARAMETER_LEAP, damaged),
+    ):
+        flags |= jnp.where(jnp.any(leaves), jnp.int32(cause), jnp.int32(0))
+    at = jnp.argmax(wrong).astype(jnp.int32) - jnp.int32(wrong.shape[0] + 1)
+    block = jnp.int32(Severity.BLOCK)
+    return verdict._replace(
+        flags=flags,
+        severity=jnp.where(any_wrong, block, verdict.severity),
+        first=jnp.where(any_wrong, at, verdict.first),
+    )
+
+
+def _mean_square(leaf: Any) -> jax.Array:
+    """Of a few columns; NaN exactly when one of their entries is not finite."""
+    x = _tree.columns(leaf)
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    total = jnp.zeros([], jnp.float32)
+    for part in parts:
+        v = part.astype(jnp.float32)
+        total += jnp.sum(v * v + (v - v))
+    return total / max(x.size, 1)
