@@ -25,6 +25,7 @@ def test_blocks_run(standard_promotion, capsys, tmp_path, monkeypatch):
         "CHANGELOG.md",
         "docs/checkpoints.md",
         "docs/judging.md",
+        "docs/faults.md",
         "docs/methods.md",
         "docs/probing.md",
         "docs/running.md",
