@@ -23,10 +23,11 @@ def attention_fn(
 
     For `nn.MultiHeadDotProductAttention(attention_fn=...)` of Linen and
     `nnx.MultiHeadAttention(attention_fn=...)`, and any function of the same arguments.
-    The logits are made again from query, key, bias and mask, by the same product that
-    Flax writes, so that the compiler merges the two where it can; beside a fused
-    kernel, which keeps its logits to itself, they cost what plain attention costs, and
-    only in a program that is read.
+    The logits are made again from query, key, bias and mask, by the product that Linen
+    writes, so that the compiler keeps one of the two. `jax.nn.dot_product_attention`,
+    which NNX calls without dropout, scales its logits another way, and a fused kernel
+    keeps them to itself: there the product of query and key is made once more, and only
+    in a program that is read.
 
     It leaves two rows below the path of the attention module: `attn/logit_max`, the
     largest logit of each query (statistic `max` is the largest of all), and
