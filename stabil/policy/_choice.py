@@ -65,7 +65,7 @@ class Choice:
 
         Args:
           seen: the step; one that was blocked changed nothing and says nothing.
-          level: `NORMAL`, `HIGH` or `EXTREME`.
+          level: `NORMAL`, `HIGH`, `FAR` or `EXTREME`.
           height: log of the loss over its level.
           high: steps in a row that the loss has been high within an event.
 

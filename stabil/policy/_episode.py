@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from stabil.policy._level import EXTREME, HIGH
+from stabil.policy._level import EXTREME, FAR, HIGH
 from stabil.policy._rungs import Rung
 from stabil.policy._words import BLOCK, WARN, Observation
 
 
 class Episode:
     """One event: from the first warning until `quiet_steps` steps without trouble.
+
+    A loss that stays far above its level for `quiet_steps` steps is one without any
+    warning.
 
     Attributes:
       step: step at which the open event began, or None. When the loss had been high
@@ -28,7 +31,7 @@ class Episode:
         self.first: str | None = None
         self.causes: set[str] = set()
         self._high_since: int | None = None
-        self._high = self._extreme = self._quiet = 0
+        self._high = self._far = self._extreme = self._quiet = 0
 
     @property
     def is_open(self) -> bool:
@@ -53,7 +56,9 @@ class Episode:
         if seen.severity < BLOCK:
             self._count(seen.step, height)
         bad = seen.severity >= WARN
-        if bad and self.step is None:
+        # A run that diverges slowly moves what is usual along, and nothing warns.
+        lasts = self._far >= self._quiet_steps
+        if (bad or lasts) and self.step is None:
             self.step = seen.step if self._high_since is None else self._high_since
         if bad:
             self.first = self.first or seen.first
@@ -68,6 +73,7 @@ class Episode:
         elif self._high_since is None:
             self._high_since = step
         self._high = self._high + 1 if height >= HIGH else 0
+        self._far = self._far + 1 if height >= FAR else 0
         self._extreme = self._extreme + 1 if height >= EXTREME else 0
 
 

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Iterable
 
-NORMAL, HIGH, EXTREME = 0, 1, 2
+NORMAL, HIGH, FAR, EXTREME = 0, 1, 2, 3
 # Median of |x - y| for independent normal x and y of unit variance.
 _DIFFERENCE = 0.9539
 _RECENT = 32
@@ -18,6 +18,7 @@ class LossLevel:
     """Tells a loss that lies far above the recent ones.
 
     high_t     <=>  loss_t > m + max( 6 s, 0.02 |m|)
+    far_t      <=>  loss_t > m + max( 6 s, 0.25 |m|)
     extreme_t  <=>  loss_t > m + max(min(20 s, max(10 s, 0.5 |m|)), 0.25 |m|)
 
     with `m` the median of the newest 32 accepted losses, and `s` their noise: the
@@ -49,7 +50,7 @@ class LossLevel:
         self.forget()
 
     def observe(self, loss: float) -> int:
-        """`NORMAL`, `HIGH` or `EXTREME`; takes a normal loss into the level.
+        """`NORMAL`, `HIGH`, `FAR` or `EXTREME`; takes a normal loss into the level.
 
         A loss that is not finite says nothing about the level: it is never high.
         """
@@ -58,7 +59,9 @@ class LossLevel:
         if loss > self._high:
             self._refused_in_a_row += 1
             if self._refused_in_a_row < self._relearn_steps:
-                return EXTREME if loss > self._extreme else HIGH
+                if loss > self._extreme:
+                    return EXTREME
+                return FAR if loss > self._far else HIGH
             self.forget()
         self._refused_in_a_row = 0
         self._losses.append(loss)
@@ -71,7 +74,7 @@ class LossLevel:
         """Starts afresh, as after an announced change of the data."""
         self._losses.clear()
         self._refused_in_a_row = self._accepted = 0
-        self._high = self._extreme = math.inf
+        self._high = self._far = self._extreme = math.inf
         self._middle, self._unit = 0.0, math.inf
 
     def height(self, loss: float) -> float:
@@ -93,8 +96,9 @@ class LossLevel:
         self._middle, self._unit = middle, max(abs(middle), 6 * noise, 1e-30)
         self._high = middle + max(6 * noise, 0.02 * abs(middle))
         size = abs(middle)
-        far = min(20 * noise, max(10 * noise, 0.5 * size))
-        self._extreme = middle + max(far, 0.25 * size)
+        self._far = middle + max(6 * noise, 0.25 * size)
+        beyond = min(20 * noise, max(10 * noise, 0.5 * size))
+        self._extreme = middle + max(beyond, 0.25 * size)
 
     def get_state(self) -> list[float]:
         return list(self._losses)

@@ -18,7 +18,7 @@ from stabil.policy import (
     observe,
     unattended,
 )
-from stabil.policy._level import EXTREME, HIGH, LossLevel
+from stabil.policy._level import EXTREME, FAR, LossLevel
 from stabil.vocabulary import Cause, Severity
 
 NAN_GRADIENT = dict(severity=BLOCK, causes=("nonfinite_gradient",), first="grads/w")
@@ -159,7 +159,7 @@ def test_random_guesses_are_extreme_on_noisy_data_too(rng):
     noisy = 2.8 + 0.17 * rng.normal(size=500)
     assert EXTREME not in [level.observe(float(x)) for x in noisy]
     assert level.observe(math.log(256)) == EXTREME
-    assert level.observe(2.8 + 9 * 0.17) == HIGH
+    assert level.observe(2.8 + 9 * 0.17) == FAR
 
 
 def test_a_falling_loss_does_not_hide_a_spike(rng):
@@ -173,6 +173,13 @@ def test_a_falling_loss_does_not_hide_a_spike(rng):
 def test_high_loss_without_an_event_is_no_event(rng):
     stream = calm(100, rng) + [Observation(100 + i, loss=2.3) for i in range(100)]
     assert run(Ladder(), stream) == []
+
+
+def test_a_loss_that_stays_far_above_needs_no_warning(rng):
+    """A slow divergence, as post-LN blocks show: twice the level, for good."""
+    stream = calm(100, rng) + [Observation(100 + i, loss=4.0) for i in range(100)]
+    acted = run(Ladder(), stream)
+    assert acted[0][0] == 119 and "rollback" in [a.kind for _, a in acted]
 
 
 def test_cut_is_bounded_and_returns_by_degrees(rng):
