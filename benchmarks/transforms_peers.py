@@ -54,7 +54,7 @@ def available(
 
 
 def _norm(params: Any, gradient: float) -> float:
-    return gradient * float(optax.global_norm(params))
+    return gradient * float(optax.tree.norm(params))
 
 
 def _usual_norms(norm: float) -> np.ndarray:
