@@ -116,6 +116,11 @@ def stand(
     )
 
 
+def has_siblings(groups: Sequence[int]) -> bool:
+    """Whether any group is large enough to speak."""
+    return _table(tuple(groups)).size > 0
+
+
 def _table(groups: tuple[int, ...]) -> np.ndarray:
     """Positions of the members of each group, padded with one past the last.
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stabil.detectors._agreement import stand
+from stabil.detectors._agreement import has_siblings, stand
 from stabil.detectors._idle import IdleState, watch_idle
 
 _SLOWEST = 1 / 2000
@@ -89,6 +89,25 @@ def compare(
       alive: bool `[S]`, whether a signal was ever well above zero.
       groups: one number per signal, static; see `groups_of`.
     """
+    idle, dead, _ = watch_idle(state.idle, values, steps=PATIENCE_STEPS)
+    now = dead & (state.idle.zero_steps < PATIENCE_STEPS)
+    no = jnp.zeros(now.shape, bool)
+    alone = away = no
+    if has_siblings(groups):
+        state, alone, away = _hold_against_siblings(state, level, jump, spikes, groups)
+    return state._replace(idle=idle), Departed(
+        alone=alone, away=away, died=now & alive, silent=now & ~alive
+    )
+
+
+def _hold_against_siblings(
+    state: SiblingState,
+    level: jax.Array,
+    jump: jax.Array,
+    spikes: jax.Array,
+    groups: Sequence[int],
+) -> tuple[SiblingState, jax.Array, jax.Array]:
+    """The next state, signals that begin to depart, and that have been away long."""
     known = jnp.isfinite(level)
     followed = jnp.where(known, jnp.minimum(state.followed + 1, 1 << 30), 0)
     rate = jnp.maximum(1 / jnp.maximum(followed, 1).astype(jnp.float32), _SLOWEST)
@@ -101,18 +120,10 @@ def compare(
     # While a signal departs its habit stands still, and then is what it came to.
     moved = state.habit + rate * jnp.where(known, level - state.habit, 0.0)
     habit = jnp.where(departs, state.habit, moved)
-    idle, dead, _ = watch_idle(state.idle, values, steps=PATIENCE_STEPS)
-    now = dead & (state.idle.zero_steps < PATIENCE_STEPS)
-    new = SiblingState(
+    new = state._replace(
         habit=jnp.where(known, jnp.where(away, level, habit), state.habit),
         followed=jnp.where(known, followed, state.followed),
         apart=jnp.where(known, jnp.where(away, 0, steps), state.apart),
-        idle=idle,
     )
     begins = departs & (state.apart == 0)
-    return new, Departed(
-        alone=begins | (found.departs[1] & spikes),
-        away=away,
-        died=now & alive,
-        silent=now & ~alive,
-    )
+    return new, begins | (found.departs[1] & spikes), away

@@ -11,7 +11,7 @@ import optax
 
 from stabil import _tree
 from stabil.detectors import JudgeState, judge, limits_for, read_ranges
-from stabil.transforms import _check, _evidence
+from stabil.transforms import _check, _controlled, _evidence
 from stabil.transforms._moment_levels import moment_levels
 from stabil.transforms._moments import restart_moments
 from stabil.transforms._parameter_watch import (
@@ -198,7 +198,7 @@ def guard(
         restart = (found.damaged & jnp.asarray(reset)) | asked
         # A step that restarts moments is refused too: they have nothing to say yet.
         proceed = ok & ~asked
-        inward = None if controls is None else _obeyed(controls)
+        inward = None if controls is None else _controlled.inward(controls)
         passed = dict(extra, loss=loss, readings=readings, controls=inward)
         passed = {k: v for k, v in passed.items() if v is not None}
         # The clip takes the same norms again; XLA computes them once.
@@ -240,8 +240,9 @@ def guard(
             ),
             parameter_sizes=parameter_sizes,
         )
-        scale = _scale(controls, found.verdict)
-        return _tree.zeros_unless(proceed, _slowed(updates, scale)), new
+        scale = _controlled.scale(controls, found.verdict)
+        updates = _controlled.slowed(updates, scale)
+        return _tree.zeros_unless(proceed, updates), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -253,32 +254,3 @@ def _clip_factor(clip_state: Any) -> jax.Array:
     for _, value in found:
         factor = jnp.minimum(factor, value)
     return factor
-
-
-def _obeyed(controls: Controls) -> Controls:
-    """What is left of the controls for a wrapper inside: the probe level."""
-    plain = Controls.untouched()
-    return plain._replace(probe_level=controls.probe_level)
-
-
-def _scale(controls: Controls | None, verdict: Verdict) -> jax.Array:
-    """The learning-rate scale; without controls a 1 that XLA cannot know beforehand.
-
-    Behind a select on a scale and a select on the verdict XLA on CPU contracts the
-    optimizer's closing multiply with the caller's add, as it does without a guard;
-    behind a select on the verdict alone it does not.
-    """
-    if controls is None:
-        return 1 + 0 * verdict.score
-    return controls.learning_rate_scale
-
-
-def _slowed(updates: Any, scale: jax.Array) -> Any:
-    def slow(u: Any) -> Any:
-        if not _tree.is_measured(u):
-            return u
-        # A select, since a product with 1.0 changes last bits after fusion.
-        u = jnp.asarray(u)
-        return jnp.where(scale == 1, u, u * scale.astype(u.dtype))
-
-    return jax.tree.map(slow, updates)
