@@ -8,8 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from stabil.transforms import msign
-from stabil.transforms._polar import matrix_sign, restored, stable_rank
+from stabil.transforms import _polar, msign
+
+# Without jit every call compiles its loops anew.
+matrix_sign, restored = jax.jit(_polar.matrix_sign), jax.jit(_polar.restored)
+stable_rank = jax.jit(_polar.stable_rank)
 
 
 def by_hand(w):
