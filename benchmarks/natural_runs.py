@@ -70,6 +70,10 @@ def methods() -> dict[str, Callable[[Any], optax.GradientTransformation]]:
             rate, weight_decay=1e-4, b2=B2
         ),
         "guard": lambda rate: stabil.guard(optax.adamw(rate, b2=B2)),
+        # What the session's runs are without their ladder.
+        "guard, clip 1.0": lambda rate: stabil.guard(
+            before(optax.clip_by_global_norm(1.0))(rate)
+        ),
     }
 
 
