@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stabil.probes import _harvest, _reduce, _rows, _select, _statistics
+from stabil.probes import _harvest, _reduce, _rows, _select, _spread, _statistics
 from stabil.probes._jaxprs import jaxprs_in
 from stabil.vocabulary import Readings
 
@@ -22,6 +22,7 @@ def collect(
     where: str | tuple[str, ...] = "**",
     stats: str | tuple[str, ...] = ("finite", "absmax", "rms"),
     backward: bool = False,
+    per_device: bool = False,
 ) -> Callable[..., tuple[Any, Readings]]:
     """A function that also returns statistics of the values tapped inside `fn`.
 
@@ -42,6 +43,7 @@ def collect(
       where: glob over tap names, or a tuple of globs; see `stabil.probe`.
       stats: which statistics; see `stabil.probe`.
       backward: whether to read cotangents too.
+      per_device: whether to return `Readings.shards` too; see `stabil.probe`.
     Returns:
       A function of the same arguments that returns `(fn's return, Readings)`.
     Raises:
@@ -63,18 +65,19 @@ def collect(
             "stabil.collect(train_step)"
         )
     patterns, statistics = _select.as_patterns(where), _statistics.columns(stats)
+    options: Any = dict(backward=backward, per_device=per_device)
 
     @functools.wraps(fn)
     def collected(*args: Any, **kwargs: Any) -> tuple[Any, Readings]:
         if "flax.nnx" not in sys.modules:
             program = trace(lambda: fn(*args, **kwargs))
-            return read(program, patterns, statistics, backward=backward)
+            return read(program, patterns, statistics, **options)
         # Objects with state are made anew inside the trace, and updated after it.
         from stabil.probes._nnx import Copies
 
         copies = Copies((args, kwargs))
         program = trace(lambda: copies.run(lambda all_: fn(*all_[0], **all_[1])))
-        (out, new), readings = read(program, patterns, statistics, backward=backward)
+        (out, new), readings = read(program, patterns, statistics, **options)
         copies.update(new)
         return out, readings
 
@@ -129,6 +132,8 @@ def read(
     backward: bool = False,
     places: Iterable[tuple[str, ...]] = (),
     due: jax.Array | None = None,
+    only: bool = False,
+    per_device: bool = False,
 ) -> tuple[Any, Readings]:
     """Runs a program and reads its taps.
 
@@ -139,10 +144,12 @@ def read(
       backward: whether cotangents are read.
       places: names that a pattern may match without a row, beside those of the taps.
       due: bool scalar, whether to measure at all; None is always.
+      only: whether taps that are not read are taken out.
+      per_device: whether to tell what each device holds too.
     Raises:
       ValueError: a pattern matches no place.
     """
-    groups = _reduce.groups_of(statistics)
+    spread = _spread.Spread(_reduce.groups_of(statistics), due)
 
     def wants(row: _rows.Row) -> bool:
         kind = row.suffix.partition(":")[0]
@@ -151,10 +158,11 @@ def read(
 
     harvest = _harvest.Harvest(
         wants,
-        accumulate=lambda x: _reduce.accumulate_if(due, x, groups),
-        conclude=lambda sums: _reduce.conclude(sums, groups),
-        nothing=lambda: _reduce.nothing(groups),
-        merge=lambda packed: _reduce.merge_packed(packed, groups),
+        only=only,
+        read=spread.read,
+        conclude=spread.conclude,
+        nothing=spread.nothing,
+        merge=spread.merge,
     )
     jaxpr = program.closed.jaxpr
     _select.require_matches(patterns, dict.fromkeys([*places, *names_in(jaxpr)]))
@@ -168,8 +176,11 @@ def read(
     flat = jnp.concatenate([v.reshape(-1, v.shape[-1]) for v in values])
     if not (at == range(len(at))).all():
         flat = flat[at]
-    table = _reduce.finish(flat, statistics)
-    return program.rebuild(outs), Readings(table, names, statistics)
+    with jax.named_scope("stabil"):
+        whole, each = spread.gather(flat, per_device)
+        table = _reduce.finish(whole, statistics)
+        shards = None if each is None else _reduce.finish(each, statistics)
+    return program.rebuild(outs), Readings(table, names, statistics, shards)
 
 
 def names_in(jaxpr: Any) -> list[tuple[str, ...]]:

@@ -44,20 +44,22 @@ class Harvest:
 
     Attributes:
       wants: whether the tap with this row is read.
-      accumulate: from a tensor to the sums of its rows, float32 `[sums, rows]`.
-      conclude: from those of several tensors `[tensors, sums, rows]` to what they
-        tell of each, `[tensors, width]`.
+      read: from a tensor to what was read of it.
+      conclude: from what was read of several tensors to what it tells of each, float32
+        `[tensors, width]`.
       nothing: what a tensor without entries tells, `[width]`.
       merge: from `[parts, ..., width]` of the parts of a tensor to the whole's.
+      only: whether taps that are not read are taken out.
       missed: names of taps that were met where nothing can be brought out, with the
         primitive that holds them.
     """
 
     wants: Callable[[_rows.Row], bool]
-    accumulate: Callable[[jax.Array], jax.Array]
-    conclude: Callable[[jax.Array], jax.Array]
+    read: Callable[[jax.Array], Any]
+    conclude: Callable[[list[Any]], jax.Array]
     nothing: Callable[[], jax.Array]
     merge: Callable[[jax.Array], jax.Array]
+    only: bool = False
     missed: dict[str, str] = dataclasses.field(default_factory=dict)
     _taps: dict[int, tuple[Any, frozenset[_rows.Row]]] = dataclasses.field(
         default_factory=dict
@@ -162,13 +164,14 @@ def evaluate(
 
 
 class _Reader:
-    """Reads taps; a tensor that several taps name is measured once."""
+    """Reads taps; a tensor that several taps name is read once."""
 
     def __init__(self, harvest: Harvest, mode: Mode) -> None:
         self.harvest = harvest
         self.mode = mode
         self.same: dict[Any, Any] = {}
-        self.sums: dict[Any, jax.Array] = {}
+        self.found: dict[Any, Any] = {}
+        self.kinds: dict[Any, list[Any]] = {}
 
     def read(self, eqn: Any, x: Any, nodes: list[Any], values: list[Any]) -> list[Any]:
         """Reads one tap, and leaves it in place for whoever collects around us."""
@@ -179,29 +182,26 @@ class _Reader:
         if self.harvest.wants(row) and not skipped:
             source = eqn.invars[0]
             tensor = self.same.get(source, source)
-            known = tensor in self.sums
+            known = tensor in self.found
             if not known:
                 with jax.named_scope("stabil"):
-                    self.sums[tensor] = self.harvest.accumulate(x)
+                    self.found[tensor] = self.harvest.read(x)
+                self.kinds.setdefault(varying(jax.typeof(x)), []).append(tensor)
             self.same[eqn.outvars[0]] = tensor
             # An input that is another place's output has its row there.
             if not (known and row.suffix.startswith("@input")):
                 nodes.append(row)
                 values.append(_Pending(tensor))
-        return [tap_p.bind(x, **eqn.params) if self.mode.keep else x]
+        keep = self.mode.keep and (self.harvest.wants(row) or not self.harvest.only)
+        return [tap_p.bind(x, **eqn.params) if keep else x]
 
     def conclude(self, values: list[Any]) -> Values:
-        """Finishes what was read here, all tensors with as many rows at once."""
-        tensors = dict.fromkeys(v.tensor for v in values if isinstance(v, _Pending))
-        alike: dict[Any, list[Any]] = {}
-        for t in tensors:
-            aval = jax.typeof(self.sums[t])
-            alike.setdefault((aval.shape, varying(aval)), []).append(t)
+        """The values of all rows, those that were read here concluded together."""
         done: dict[Any, jax.Array] = {}
         with jax.named_scope("stabil"):
-            for group in alike.values():
-                told = self.harvest.conclude(jnp.stack([self.sums[t] for t in group]))
-                done |= zip(group, told, strict=True)
+            for alike in self.kinds.values():
+                told = self.harvest.conclude([self.found[t] for t in alike])
+                done |= zip(alike, told, strict=True)
         return [done[v.tensor] if isinstance(v, _Pending) else v for v in values]
 
 

@@ -1,4 +1,4 @@
-"""One pass over a tensor: every accumulator in one two-stage reduction."""
+"""The careful pass: every accumulator in one two-stage reduction, for any entries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from stabil.probes import _quantiles
 from stabil.probes._statistics import STATISTICS
 from stabil.probes._sums import LARGEST_PILOT, SUMS, Elements, Quantities, Row, Term
 
+COUNTS = ("nan", "inf")  # always, and first
 PILOTS = 8  # finite elements at the head of a row whose mean the row is shifted by
-SHORTEST_ROW, LONGEST_ROW = 64, 2**16
+SHORTEST_ROW, EVEN_ROW, LONGEST_ROW = 64, 4096, 2**16
 _START = {"add": 0.0, "min": math.inf, "max": -math.inf}
 _COMBINE = {"add": lax.add, "min": lax.min, "max": lax.max}
 
@@ -24,29 +25,8 @@ Parts = Mapping[str, Quantities]
 
 def groups_of(statistics: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the `Sums` that `statistics` need, each once; counts always."""
-    needed = {"nan", "inf"}.union(*(STATISTICS[s].needs for s in statistics))
+    needed = set(COUNTS).union(*(STATISTICS[s].needs for s in statistics))
     return tuple(name for name in SUMS if name in needed)
-
-
-def measure(x: jax.Array, statistics: tuple[str, ...]) -> jax.Array:
-    """Statistics of one tensor, in one read of it.
-
-    Non-finite entries are counted and left out of everything else. Where no entry is
-    finite, all but the counts are NaN. Entries of a float64 tensor are rounded to
-    float32 first; a complex tensor counts as its real and imaginary parts. The
-    standard deviation of entries beyond 2**100 is right to 5e-4 of their mean.
-
-    Args:
-      x: real or complex floating array of any shape and width.
-      statistics: names in `STATISTICS`.
-    Returns:
-      float32 `[statistics]`, without a gradient.
-    Examples:
-      >>> print(measure(jnp.array([3.0, -4.0, jnp.nan, 0.0]), ("nan_count", "absmax")))
-      [1. 4.]
-    """
-    groups = groups_of(statistics)
-    return finish(conclude(accumulate(x, groups)[None], groups)[0], statistics)
 
 
 def finish(packed: jax.Array, statistics: tuple[str, ...]) -> jax.Array:
@@ -94,11 +74,9 @@ def _replicated(x: jax.Array) -> jax.Array:
 
 
 def _local_sums(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag], axis=-2 if x.ndim else -1)
     pieces = [_row_sums(rows, groups) for rows in _as_rows(x) if rows.size]
     if not pieces:
-        return _nothing(groups)
+        return no_rows(groups)
     sums = pieces[0]
     if len(pieces) > 1:
         # Rows in the order of their entries: the pieces of one line together.
@@ -114,20 +92,8 @@ def _sampled(groups: tuple[str, ...]) -> bool:
     return any(SUMS[g].sampled for g in groups)
 
 
-def accumulate_if(
-    due: jax.Array | None, x: jax.Array, groups: tuple[str, ...]
-) -> jax.Array:
-    """`accumulate` where `due` holds or is None; else NaN, unread."""
-    if due is None:
-        return accumulate(x, groups)
-    shape = jax.eval_shape(lambda x: accumulate(x, groups), x).shape
-    skip = functools.partial(jnp.full, shape, jnp.nan, jnp.float32)
-    x = lax.stop_gradient(x)
-    return lax.cond(due, lambda x: accumulate(x, groups), lambda _: skip(), x)
-
-
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def conclude(sums: jax.Array, groups: tuple[str, ...]) -> jax.Array:
+def settle(sums: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     """What the sums of rows tell of each of several tensors with as many rows.
 
     Args:
@@ -172,13 +138,37 @@ def unpack(packed: jax.Array, groups: tuple[str, ...]) -> tuple[jax.Array, Parts
 
 def nothing(groups: tuple[str, ...]) -> jax.Array:
     """Packed quantities of a tensor without entries; merging it changes nothing."""
-    return conclude(_nothing(groups)[None], groups)[0]
+    return settle(no_rows(groups)[None], groups)[0]
 
 
-def _nothing(groups: tuple[str, ...]) -> jax.Array:
+def width(groups: tuple[str, ...]) -> int:
+    """Length of packed quantities."""
+    return 1 + sum(SUMS[g].width for g in groups)
+
+
+def lines(groups: tuple[str, ...]) -> int:
+    """Length of the first axis of what `accumulate` returns, without samples."""
+    return 2 + sum(len(SUMS[g].terms) for g in groups)
+
+
+def accumulate_in(x: jax.Array, *, groups: tuple[str, ...], rows: int) -> jax.Array:
+    """`accumulate` into `rows + 1` rows, whatever the size; without samples."""
+    flat = x.reshape(-1)
+    body = flat.size // rows * rows
+    pieces = [flat[:body].reshape(rows, -1)] if body else []
+    pieces += [flat[None, body:]] if body < flat.size else []
+    sums = [_row_sums(p, groups) for p in pieces]
+    missing = rows + 1 - sum(s.shape[1] for s in sums)
+    none = jnp.repeat(no_rows(groups), missing, axis=1)
+    return jnp.concatenate([*sums, none], axis=1)
+
+
+def no_rows(groups: tuple[str, ...]) -> jax.Array:
+    """What `accumulate` returns of a tensor without entries."""
     start = [_START[t.combine] for g in groups for t in SUMS[g].terms]
     start += [math.nan] * _sampled(groups)
-    return jnp.array([0.0, 0.0, *start], jnp.float32)[:, None]
+    # No array of its own: it would be a constant that shards cannot close over.
+    return jnp.stack([jnp.full([1], s, jnp.float32) for s in (0.0, 0.0, *start)])
 
 
 def merge_packed(packed: jax.Array, groups: tuple[str, ...]) -> jax.Array:
@@ -204,17 +194,19 @@ def merge(n: jax.Array, parts: Parts) -> tuple[jax.Array, dict[str, Quantities]]
 
 def _as_rows(x: jax.Array) -> list[jax.Array]:
     """`x` as one or two matrices whose rows suit one accumulator each."""
+    if x.size and x.size % EVEN_ROW == 0:
+        return [x.reshape(-1, EVEN_ROW)]
     while x.ndim > 1 and x.shape[-1] < SHORTEST_ROW:
         x = x.reshape(*x.shape[:-2], -1)
     width = x.shape[-1] if x.ndim else 1
     x = x.reshape(-1, width) if x.size else x.reshape(0, 1)
-    chunk = next((c for c in range(4096, 255, -1) if width % c == 0), None)
-    if width > 4096 and chunk:
+    chunk = next((c for c in range(EVEN_ROW, 255, -1) if width % c == 0), None)
+    if width > EVEN_ROW and chunk:
         return [x.reshape(-1, chunk)]
     if width <= LONGEST_ROW:
         return [x]
-    body = width // 4096 * 4096
-    return [x[:, :body].reshape(-1, 4096), x[:, body:]]
+    body = width // EVEN_ROW * EVEN_ROW
+    return [x[:, :body].reshape(-1, EVEN_ROW), x[:, body:]]
 
 
 def _row_sums(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:

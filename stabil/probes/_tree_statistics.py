@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stabil._tree import is_measured, path_name
-from stabil.probes import _reduce, _rows, _select, _statistics
+from stabil.probes import _reduce, _rows, _select, _spread, _statistics
 from stabil.vocabulary import Readings
 
 
@@ -44,7 +44,7 @@ def tree_statistics(
     """
     patterns, statistics = _select.as_patterns(where), _statistics.columns(stats)
     split = () if stacked is None else _select.as_patterns(stacked)
-    groups = _reduce.groups_of(statistics)
+    spread = _spread.Spread(_reduce.groups_of(statistics))
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     leaves = [(path_name(p), x) for p, x in found if is_measured(x)]
     _select.require_matches((*patterns, *split), [(name,) for name, _ in leaves])
@@ -56,26 +56,11 @@ def tree_statistics(
         x, row = jnp.asarray(leaf), _rows.Row(name, "")
         layers = bool(x.ndim) and _select.selected(split, name)
         parts = [x[i] for i in range(x.shape[0])] if layers else [x]
-        values += [_reduce.accumulate(part, groups) for part in parts]
+        values += [spread.read(part) for part in parts]
         nodes.append(_rows.Loop(len(parts), False, (row,)) if layers else row)
     names, _ = _rows.in_order(tuple(nodes))
     if not values:
         return Readings(jnp.zeros([0, len(statistics)], jnp.float32), names, statistics)
-    table = _reduce.finish(_concluded(values, groups), statistics)
+    whole, _ = spread.gather(spread.conclude(values), per_device=False)
+    table = _reduce.finish(whole, statistics)
     return Readings(table, names, statistics)
-
-
-def _concluded(sums: list[jax.Array], groups: tuple[str, ...]) -> jax.Array:
-    """Packed quantities of each tensor, tensors with as many rows together."""
-    alike: dict[int, list[int]] = {}
-    for i, s in enumerate(sums):
-        alike.setdefault(s.shape[-1], []).append(i)
-    order = [i for same in alike.values() for i in same]
-    told = jnp.concatenate(
-        [
-            _reduce.conclude(jnp.stack([sums[i] for i in same]), groups)
-            for same in alike.values()
-        ]
-    )
-    back = jnp.argsort(jnp.array(order))
-    return told[back]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stabil.probes import _reduce
+from stabil.probes import _quick, _read, _reduce
 from stabil.probes._statistics import STATISTICS, columns, register
 
 ALL = columns("all")
@@ -20,7 +20,7 @@ TINY = float(np.finfo(np.float32).tiny)
 
 @functools.partial(jax.jit, static_argnums=1)
 def measure(x, statistics=ALL):
-    return _reduce.measure(x, statistics)
+    return _read.measure(x, statistics)
 
 
 def reference(x):
@@ -144,11 +144,29 @@ def test_counts_past_the_largest_exact_float():
     assert float(measure(x, ("zero_count",))[0]) == pytest.approx(4100**2, rel=1e-6)
 
 
-def test_one_read_of_the_tensor():
+def _bytes(run, x):
+    return jax.jit(run).lower(x).compile().cost_analysis()["bytes accessed"]
+
+
+def test_each_pass_reads_the_tensor_once():
     x = jnp.ones((8, 64, 1024))
-    cost = measure.lower(x, columns(("finite", "absmax", "rms"))).compile()
-    cost = cost.cost_analysis()
-    assert cost["bytes accessed"] < 1.1 * x.nbytes
+    groups = _reduce.groups_of(columns(("finite", "absmax", "rms")))
+    assert _bytes(lambda x: _reduce.accumulate(x, groups), x) < 1.1 * x.nbytes
+    # The quick one writes an eighth for each of two accumulators, and reads it again.
+    assert _bytes(lambda x: _quick.run(x, groups).sums, x) < 1.6 * x.nbytes
+
+
+def test_what_is_usual_needs_no_careful_pass(rng):
+    groups = _reduce.groups_of(ALL)
+    found = jax.jit(lambda x: _read.read(x, groups))
+    normal = rng.normal(size=(8, 300)).astype(np.float32)
+    outlier = normal.copy()
+    outlier[0, 5] = 4000
+    bad = normal.copy()
+    bad[1, 1] = np.nan
+    cases = [normal, outlier, normal * 1e-12, np.zeros_like(normal), bad, normal * 1e15]
+    usual = [bool(found(x).usual) for x in cases]
+    assert usual == [True, True, True, True, False, False]
 
 
 def test_complex_counts_as_its_parts():
@@ -165,8 +183,7 @@ def test_merging_parts_is_exact(rng):
 
     @jax.jit
     def run(x):
-        rows = jnp.stack([_reduce.accumulate(row, groups) for row in x])
-        packed = _reduce.conclude(rows, groups)
+        packed = _read.conclude([_read.read(r, groups) for r in x], groups)
         none = jnp.full([1, packed.shape[1]], jnp.nan)
         # A part that did not run, and one without entries, change nothing.
         more = jnp.concatenate([packed, none, _reduce.nothing(groups)[None]])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from stabil.probes import _reduce, collect, register, tap
+from stabil.probes import _read, _reduce, collect, register, tap
 from stabil.probes._quantiles import stride
 from stabil.probes._statistics import columns
 
@@ -28,7 +28,7 @@ NORMAL = RNG.normal(size=SHAPE)
 
 @functools.partial(jax.jit, static_argnums=1)
 def _measure(x, statistics):
-    return _reduce.measure(x, statistics)
+    return _read.measure(x, statistics)
 
 
 def told(x):
@@ -160,7 +160,7 @@ def test_parts_merge_to_the_whole():
     @jax.jit
     def run(x):
         rows = jax.vmap(lambda row: _reduce.accumulate(row, groups))(x)
-        packed = _reduce.conclude(rows, groups)
+        packed = _reduce.settle(rows, groups)
         none, empty = jnp.full_like(packed, jnp.nan), _reduce.nothing(groups)[None]
         parts = (packed, none), (packed, none.at[3:].set(empty)), (none, none)
         stacked = jnp.stack([jnp.concatenate(p) for p in parts], axis=1)

@@ -1,0 +1,101 @@
+"""Runs a function on what each device holds, and gathers what it told, once.
+
+The results of `on_shards` are typed as replicated, and yet each device has its own:
+nothing between here and `gather` makes one device look at another's. So statistics of
+all places together cost one collective, at the end, and none per device.
+"""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# Of a function on shards: mesh axes, those that the first argument is cut along, and
+# the arguments.
+OnShard = Callable[..., jax.Array]
+
+
+def devices() -> int:
+    """How many devices a program may be spread over."""
+    return jax.device_count()
+
+
+def explicit_mesh(x: jax.Array) -> Any:
+    """The mesh in the type of `x`, if all its axes are part of types; else None."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    mesh = None if sharding is None else sharding.mesh
+    if mesh is None or mesh.empty:
+        return None
+    types = tuple(mesh.axis_types)
+    return mesh if all(t == AxisType.Explicit for t in types) else None
+
+
+def on_shards(fn: OnShard, x: jax.Array, *, out: tuple[int, ...]) -> jax.Array:
+    """`fn(axes, cut, x)` on each device's part of `x`.
+
+    Args:
+      fn: pure, and without arrays that it closes over; `axes` are the names of the
+        mesh's axes and `cut` those along which `x` is cut, both empty on one device.
+      x: an array.
+      out: shape of the result on a device, float32.
+    """
+    mesh = explicit_mesh(x)
+    if mesh is not None:
+        return _in_explicit_mesh(fn, x, mesh, P())
+
+    def whole(x: jax.Array) -> jax.Array:
+        return fn((), (), x)
+
+    cut_up = custom_partitioning(whole)
+    cut_up.def_partition(
+        partition=functools.partial(_partition, fn),
+        infer_sharding_from_operands=_everywhere,
+        sharding_rule=_no_relation(x.ndim, len(out)),
+    )
+    call = jax.custom_batching.custom_vmap(cut_up)
+    call.def_vmap(lambda size, batched, x: (jax.vmap(whole)(x), True))
+    return call(x)
+
+
+def stack_shards(x: jax.Array, mesh: Any) -> jax.Array:
+    """What each device has of a result of `on_shards`, `[devices, ...]`, left there."""
+    ends = P(tuple(mesh.axis_names))
+    return _in_explicit_mesh(lambda axes, cut, x: x[None], x, mesh, ends)
+
+
+def _in_explicit_mesh(fn: OnShard, x: jax.Array, mesh: Any, ends: Any) -> jax.Array:
+    spec, axes = jax.typeof(x).sharding.spec, tuple(mesh.axis_names)
+    run = functools.partial(fn, axes, _axes_in(spec))
+    # Not checked: the results differ, whatever their type says.
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=spec, out_specs=ends, check_vma=False
+    )(x)
+
+
+def _partition(fn: OnShard, mesh: Any, args: Any, result: Any) -> Any:
+    sharding = args[0].sharding
+    run = functools.partial(fn, tuple(mesh.axis_names), _axes_in(sharding.spec))
+    return mesh, run, _everywhere(mesh, args, result), (sharding,)
+
+
+def _everywhere(mesh: Any, args: Any, result: Any) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def _axes_in(spec: Any) -> tuple[str, ...]:
+    parts = [(s,) if isinstance(s, str) else s for s in spec if s is not None]
+    return tuple(axis for part in parts for axis in part)
+
+
+def _no_relation(inner: int, outer: int) -> str:
+    """The rule of sharding by which no axis of the result is one of the argument."""
+    names = iter(string.ascii_lowercase)
+    sides = (" ".join(next(names) for _ in range(n)) for n in (inner, outer))
+    return " -> ".join(sides)
