@@ -94,7 +94,7 @@ def train_protected(
 def _guarded_step(
     task: Task, tx: optax.GradientTransformationExtraArgs, schedule: Any
 ) -> Callable[..., Any]:
-    probed: Any = stabil.probe(task.model())
+    probed: Any = stabil.probe(task.model(), where="**")
 
     @jax.jit
     def step(state: State, batch: dict[str, jax.Array], controls: Controls) -> Any:

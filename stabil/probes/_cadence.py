@@ -8,7 +8,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from stabil.vocabulary import Controls
+from stabil.probes import _collect, _default, _select
+from stabil.vocabulary import Controls, Readings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +19,12 @@ class Probe:
     Attributes:
       model: the model, unchanged.
       patterns: globs over module paths, and classes; a module is probed if one
-        matches.
+        matches. None at all: those of `_default`.
       statistics: names of the columns of the readings.
       every: steps from one reading to the next.
       inputs: whether arguments are probed beside outputs.
       backward: whether cotangents are named, for a `stabil.collect` around.
+      per_device: whether to tell what each device holds too.
       due: whether this step is read, a bool scalar; None is always.
     """
 
@@ -32,6 +34,7 @@ class Probe:
     every: int = 1
     inputs: bool = False
     backward: bool = False
+    per_device: bool = False
     due: jax.Array | None = None
 
     def at(self, step: Any, controls: Controls | None = None) -> Self:
@@ -61,6 +64,29 @@ class Probe:
         if controls is not None:
             due |= controls.probe_level >= 1
         return dataclasses.replace(self, due=due)
+
+    def wants(self, *names: str, kind: type) -> bool:
+        """Whether to name what this module returns; more may be named than is read."""
+        return not self.patterns or _select.selected(self.patterns, *names, kind=kind)
+
+    def read(
+        self, program: _collect.Program, places: _default.Places, root: str
+    ) -> tuple[Any, Readings]:
+        """Runs a traced model, and reads the places that were asked for."""
+        if self.patterns:
+            patterns = _select.as_names(self.patterns, places)
+        else:
+            jaxpr = program.closed.jaxpr
+            patterns = _default.default_places(places, root, jaxpr)
+        return _collect.read(
+            program,
+            patterns,
+            self.statistics,
+            places=places,
+            due=self.due,
+            only=not self.patterns,
+            per_device=self.per_device,
+        )
 
     def check_due(self) -> None:
         """Raises where a cadence was asked for and no step number given.

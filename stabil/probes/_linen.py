@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from stabil.probes import _collect, _select
+from stabil.probes import _collect
 from stabil.probes._bridge import nnx_inside
 from stabil.probes._cadence import Probe
 from stabil.probes._tap import FORWARD, PLACE, inside_module, tap_tree
@@ -63,10 +63,7 @@ class LinenProbe(Probe):
             seen = _Seen(self, apart=True)
             with seen:
                 program = _collect.trace(run)
-        patterns = _select.as_names(self.patterns, seen.places)
-        return _collect.read(
-            program, patterns, self.statistics, places=seen.places, due=self.due
-        )
+        return self.read(program, seen.places, seen.root)
 
 
 class _Seen:
@@ -127,7 +124,7 @@ class _Seen:
         if not call.is_public or inherited or unseen:
             return next_fun(*args, **kwargs)
         names = call.names(self.root)
-        wanted = _select.selected(self.probe.patterns, *names, kind=type(module))
+        wanted = self.probe.wants(*names, kind=type(module))
         if wanted and self.probe.inputs:
             args, kwargs = self.tap_inputs(names[0], args, kwargs)
         self.stack.append(call)
@@ -156,7 +153,7 @@ class _Seen:
         """Taps what an NNX module inside a Linen module returns."""
         if not self.stack or self.stack[-1].module.is_initializing():
             return out
-        wanted = _select.selected(self.probe.patterns, name, kind=type(module))
+        wanted = self.probe.wants(name, kind=type(module))
         self.places[(name,)] = type(module)
         kind = FORWARD if wanted else PLACE
         backward = wanted and self.probe.backward

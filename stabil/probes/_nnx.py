@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from stabil.probes import _collect, _select
+from stabil.probes import _collect
 from stabil.probes._cadence import Probe
 from stabil.probes._tap import FORWARD, PLACE, inside_module, tap_tree
 from stabil.vocabulary import Readings
@@ -60,10 +60,8 @@ class NnxProbe(Probe):
                 return model(*args, **kwargs)
 
         program = _collect.trace(lambda: copies.run(lambda all_: call(*all_)))
-        patterns = _select.as_names(self.patterns, seen.places)
-        (out, new), readings = _collect.read(
-            program, patterns, self.statistics, places=seen.places, due=self.due
-        )
+        root = type(self.model).__name__
+        (out, new), readings = self.read(program, seen.places, root)
         copies.update(new)
         return out, readings
 
@@ -132,7 +130,7 @@ class _Seen:
         # A call of the method that this one overrides: the outer return is the output.
         if name is None or any(m is module for m in self.running):
             return original(module, *args, **kwargs)
-        wanted = _select.selected(self.probe.patterns, name, kind=type(module))
+        wanted = self.probe.wants(name, kind=type(module))
         backward = wanted and self.probe.backward
         if wanted and self.probe.inputs:
             both = {**{str(i): a for i, a in enumerate(args)}, **kwargs}

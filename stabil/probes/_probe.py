@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 def probe(
     model: nn.Module | nnx.Module,
     *,
-    where: str | type | tuple[str | type, ...] = "**",
+    where: str | type | tuple[str | type, ...] | None = None,
     stats: str | tuple[str, ...] = ("finite", "absmax", "rms"),
     every: int = 1,
     inputs: bool = False,
     backward: bool = False,
+    per_device: bool = False,
 ) -> LinenProbe | NnxProbe:
     """A model that also returns statistics of its modules' outputs.
 
@@ -51,7 +52,10 @@ def probe(
       model: a Flax Linen module, not bound to variables, or an NNX module.
       where: glob over module paths, a module class, or a tuple of both, any of which
         may match: `**` is any number of segments, `*` any text within one, `?` one
-        character; a class stands for its subclasses too.
+        character; a class stands for its subclasses too. None reads the blocks
+        (modules whose names differ in a number alone, or that a scan stacks) and the
+        model's other direct children, such as embedding, final norm and head: what
+        costs nothing that you would notice. `where="**"` is every module.
       stats: names of statistics or groups. The group `all` is, in order: nan_count,
         inf_count, zero_count (entries), min, max, absmax, mean, std, rms (the tensor's
         own unit; NaN where nothing is finite). `finite` is the first two. Further:
@@ -74,6 +78,9 @@ def probe(
       backward: whether to name the cotangents too. They exist only where gradients are
         taken: `stabil.collect(grad_fn, backward=True)` around a function that calls
         `apply` reads them, as `block_0/mlp@grad`.
+      per_device: whether to return `Readings.shards` too: the statistics of what each
+        device holds, at no collective, for the comparison of replicas. Indices of
+        entries and quantiles are there those of the whole tensor.
     Returns:
       For Linen an object with `apply`, `init` and `model`; for NNX one to call.
     Raises:
@@ -97,7 +104,11 @@ def probe(
             "needed an instance of flax.linen.Module or flax.nnx.Module to probe, got "
             f"{kind} {name}; write for example stabil.probe(MyModel(...))"
         )
-    for name, value in (("inputs", inputs), ("backward", backward)):
+    for name, value in (
+        ("inputs", inputs),
+        ("backward", backward),
+        ("per_device", per_device),
+    ):
         if not isinstance(value, bool):
             raise TypeError(f"needed `{name}` as True or False, got {value!r}")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -106,11 +117,12 @@ def probe(
             "example every=10 and probed.at(step) in the train step"
         )
     options = (
-        _select.as_choice(where),
+        () if where is None else _select.as_choice(where),
         _statistics.columns(stats),
         every,
         inputs,
         backward,
+        per_device,
     )
     if isinstance(model, nn.Module):
         return LinenProbe(model, *options)

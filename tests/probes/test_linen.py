@@ -235,7 +235,7 @@ def _loss(apply, variables, x):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_rows_and_bits_through_every_wrapper(name):
     model, names = MODELS[name]
-    probed = probe(model)
+    probed = probe(model, where="**")
     variables = _variables(model)
 
     def run(apply):
@@ -268,7 +268,7 @@ def test_rows_hold_the_statistics_of_the_outputs():
     variables = _variables(model)
     keep = jax.jit(lambda v: model.apply(v, X, capture_intermediates=True)[1])
     kept = keep(variables)
-    _, readings = jax.jit(probe(model, stats="all").apply)(variables, X)
+    _, readings = jax.jit(probe(model, stats="all", where="**").apply)(variables, X)
     for name, row in zip(names, np.asarray(readings.values), strict=True):
         at = kept["intermediates"]
         for part in () if name == "Net" else name.split("/"):
@@ -287,7 +287,7 @@ def test_layers_of_a_scan_are_told_apart():
     spoilt["params"]["layers"]["block"]["up"]["kernel"] = kernel.at[1, 0, 0].set(
         jnp.nan
     )
-    _, readings = jax.jit(probe(model).apply)(spoilt, X)
+    _, readings = jax.jit(probe(model, where="**").apply)(spoilt, X)
     bad = [n for n, c in zip(readings.names, readings["nan_count"], strict=True) if c]
     assert bad[0] == "layers/block/up[1]"
     assert "layers/block/up[0]" not in bad
@@ -329,7 +329,7 @@ def test_training_is_bit_identical(dtype, wrap):
     # Neither AdamW nor the layer norm is clean under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         want, _ = train(model.apply)
-        got, readings = train(probe(model, stats="all", inputs=True).apply)
+        got, readings = train(probe(model, stats="all", inputs=True, where="**").apply)
     _assert_same(got, want)
     assert readings.values.shape[0] == 5
     assert np.isfinite(readings.values).all()
@@ -368,7 +368,7 @@ def test_state_random_numbers_and_methods_are_untouched(mutable):
     variables = jax.jit(model.init)(keys, tokens)
     kwargs = dict(rngs={"dropout": jax.random.key(2)}, mutable=mutable)
     want = jax.jit(lambda v: model.apply(v, tokens, **kwargs))(variables)
-    probed = jax.jit(lambda v: probe(model).apply(v, tokens, **kwargs))
+    probed = jax.jit(lambda v: probe(model, where="**").apply(v, tokens, **kwargs))
     got, readings = probed(variables)
     _assert_same(got, want)
     assert readings.names == RICH
@@ -384,7 +384,7 @@ def test_another_method_and_inputs():
     assert set(out) == {"h", "ids", "pair"}
     assert readings.names == ("Rich.encode:h", "Rich.encode:pair/0")
     dense = nn.Dense(3)
-    probed = probe(dense, inputs=True)
+    probed = probe(dense, inputs=True, where="**")
     _, readings = probed.apply(_variables(dense), X)
     assert readings.names == ("Dense@input", "Dense")
     np.testing.assert_allclose(readings["absmax"][0], np.abs(X).max())
@@ -394,7 +394,7 @@ def test_nothing_is_left_in_the_variables_and_nothing_retraces():
     model, _ = MODELS["scan"]
     variables = _variables(model)
     assert set(variables) == {"params"}
-    probed, traces = probe(model), []
+    probed, traces = probe(model, where="**"), []
 
     @jax.jit
     def step(variables, x):
@@ -412,7 +412,7 @@ def test_nothing_is_left_in_the_variables_and_nothing_retraces():
 def test_two_probes_do_not_share_a_trace():
     model, names = MODELS["jit"]
     variables = _variables(model)
-    absmax = probe(model, stats="absmax")
+    absmax = probe(model, stats="absmax", where="**")
     moments = probe(model, stats=("std", "mean"), where="b1/**")
     jax.jit(model.apply)(variables, X)
     _, first = jax.jit(absmax.apply)(variables, X)
@@ -427,7 +427,7 @@ def test_two_probes_do_not_share_a_trace():
 def test_vmap_of_apply_adds_an_axis():
     model, names = MODELS["plain"]
     variables = _variables(model)
-    probed = probe(model)
+    probed = probe(model, where="**")
     _, readings = jax.vmap(probed.apply, in_axes=(None, 0))(variables, X[:, None])
     assert readings.values.shape == (4, len(names), 4)
     assert readings["absmax"].shape == (4, len(names))
@@ -458,7 +458,7 @@ def test_collections_of_the_models_own_boxes_and_dead_code(axes):
         return lambda v: apply(v, X, mutable=["intermediates"])
 
     want = jax.eval_shape(run(model.apply), variables)
-    got, readings = jax.eval_shape(run(probe(model).apply), variables)
+    got, readings = jax.eval_shape(run(probe(model, where="**").apply), variables)
     assert got == want
     assert ("intermediates" in got[1]) == ("intermediates" in axes)
     per = ("n/unused", "n")
@@ -549,7 +549,7 @@ class Loop(nn.Module):
 
 def test_while_loop_tells_its_last_turn():
     variables = _variables(Loop())
-    y, readings = jax.jit(probe(Loop()).apply)(variables, X)
+    y, readings = jax.jit(probe(Loop(), where="**").apply)(variables, X)
     assert readings.names == ("Dense_0", "Loop")
     np.testing.assert_array_equal(readings.values[0], readings.values[1])
     np.testing.assert_allclose(readings["absmax"][0], np.abs(y).max())
@@ -594,7 +594,7 @@ def test_cotangents_through_collect():
 def test_cadence_within_one_program():
     model, names = MODELS["scan of remat"]
     variables = _variables(model)
-    probed = probe(model, every=3)
+    probed = probe(model, every=3, where="**")
     traces = []
 
     @jax.jit
@@ -608,7 +608,7 @@ def test_cadence_within_one_program():
         return jax.value_and_grad(loss, has_aux=True)(variables)
 
     plain = jax.jit(jax.value_and_grad(lambda v: jnp.sum(model.apply(v, X) ** 2)))
-    _, always = jax.jit(probe(model).apply)(variables, X)
+    _, always = jax.jit(probe(model, where="**").apply)(variables, X)
     idle = Controls.untouched()
     asked = idle._replace(probe_level=jnp.ones([], jnp.int32))
     for step, controls, due in [
@@ -631,7 +631,7 @@ def test_cadence_needs_the_step():
         "of probed, for example probed.at(step, session.controls).apply(variables, x)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        probe(nn.Dense(2), every=3).apply({}, X)
+        probe(nn.Dense(2), every=3, where="**").apply({}, X)
 
 
 def test_no_float_output_gives_no_row():
@@ -639,7 +639,7 @@ def test_no_float_output_gives_no_row():
         def __call__(self, x):
             return jnp.argmax(x, -1)
 
-    _, readings = probe(Ids()).apply({}, X)
+    _, readings = probe(Ids(), where="**").apply({}, X)
     assert readings.names == () and readings.values.shape == (0, 4)
 
 

@@ -33,7 +33,7 @@ class Mlp(nn.Module):
 
 
 TX = stabil.guard(optax.adam(1e-3))
-PROBED = stabil.probe(Mlp())
+PROBED = stabil.probe(Mlp(), where="**")
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +252,7 @@ def test_two_thousand_steps_of_a_language_model_are_bit_equal_to_bare_adamw(tmp_
     """The whole session against a loop that has never heard of stabil."""
     size = _demo_model.Size(layers=2, width=16, heads=2, context=16, batch=16)
     corpus, model = _demo_data.read_corpus(), _demo_model.Gpt(size)
-    probed, adamw = stabil.probe(model), _demo_model.adamw(size, 2000)
+    probed, adamw = stabil.probe(model, where="**"), _demo_model.adamw(size, 2000)
     tx = stabil.guard(adamw)
 
     def loss_of(params, apply, tokens):

@@ -170,7 +170,7 @@ def test_an_error_in_the_model_is_not_replaced():
 
 
 def test_a_probe_reads_the_struck_value_at_the_struck_module():
-    probed = stabil.probe(Model())
+    probed = stabil.probe(Model(), where="**")
 
     @jax.jit
     def run(step):

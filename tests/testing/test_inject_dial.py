@@ -91,7 +91,7 @@ def test_a_module_is_struck_below_a_probe():
 
     x = jnp.ones([2, 4])
     params = Model().init(jax.random.key(0), x)
-    probed = stabil.probe(Model())
+    probed = stabil.probe(Model(), where="**")
     names = inject.names_in("activations", ("up", "down", ""))
 
     @jax.jit
