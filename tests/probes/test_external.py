@@ -143,7 +143,7 @@ class Applied:
     """Stands for a Linen model in a step that calls `apply`."""
 
     def __init__(self, model, **options):
-        self.probed = probe(model, backward=True, **options)
+        self.probed = probe(model, backward=True, **{"where": "**", **options})
 
     def apply(self, *args, **kwargs):
         return self.probed.apply(*args, **kwargs)[0]  # read by the collect around
@@ -243,7 +243,7 @@ def test_gemma(checkout):
     def told(model, *args, **kwargs):
         # For this call alone the class is theirs again.
         with mock.patch.object(cls, "__call__", plain):
-            return probe(model, backward=True)(*args, **kwargs)[0]
+            return probe(model, where="**", backward=True)(*args, **kwargs)[0]
 
     def run(wrap, call):
         def step(model, optimizer, rngs):
@@ -352,7 +352,7 @@ def test_maxtext_linen(maxtext):
     def told(model, *args, **kwargs):
         # For this call alone the class is theirs again.
         with mock.patch.object(cls, "apply", plain):
-            return probe(model, backward=True).apply(*args, **kwargs)[0]
+            return probe(model, where="**", backward=True).apply(*args, **kwargs)[0]
 
     with mesh, nn.partitioning.axis_rules(config.logical_axis_rules):
         keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -380,7 +380,7 @@ def test_maxtext_nnx(maxtext):
 
     def told(model, *args, **kwargs):
         with mock.patch.object(cls, "__call__", plain):
-            return probe(model, backward=True)(*args, **kwargs)[0]
+            return probe(model, where="**", backward=True)(*args, **kwargs)[0]
 
     def step(model):
         def loss(model):

@@ -512,7 +512,8 @@ class OwnApply(Block):
 
 
 def test_a_model_with_its_own_apply():
-    _, readings = jax.eval_shape(probe(OwnApply()).apply, _variables(Block()), X)
+    probed = probe(OwnApply(), where="**")
+    _, readings = jax.eval_shape(probed.apply, _variables(Block()), X)
     assert readings.names == (*BLOCK, "OwnApply")
 
 
