@@ -73,11 +73,8 @@ def _read(
     skip = functools.partial(_skipped, groups=groups)
 
     def on_cpu(x: jax.Array) -> Reading:
-        # A branch has its operand in memory; outside of one, the pass would compute
-        # the tensor anew, and be no plain loop.
-        always = lax.optimization_barrier(jnp.bool_(True))
         run = functools.partial(_read_quick, groups=groups)
-        return lax.cond(always if due is None else due, run, skip, x)
+        return _in_branch(due, run, skip, x)
 
     def elsewhere(x: jax.Array) -> Reading:
         run = functools.partial(_read_careful, groups=groups)
@@ -95,16 +92,35 @@ def split(groups: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return quick, (*_reduce.COUNTS, *slow) if slow else ()
 
 
+def _in_branch(
+    due: jax.Array | None,
+    run: Callable[[jax.Array], Reading],
+    skip: Callable[[jax.Array], Reading],
+    x: jax.Array,
+) -> Reading:
+    """`run` on a tensor that lies in memory, where `due` holds or is None."""
+    # Outside of a branch the pass would compute the tensor anew, and be no plain loop.
+    if due is None:
+        due = lax.optimization_barrier(jnp.bool_(True))
+    # The branch has bits: what the program makes of the tensor itself stays fused.
+    dtype = x.dtype
+    bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
+
+    def back(bits: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(bits, dtype)
+
+    return lax.cond(due, lambda b: run(back(b)), lambda b: skip(back(b)), bits)
+
+
 def read_in_rows(x: jax.Array, groups: tuple[str, ...], rows: int) -> Reading:
     """Reads a tensor into sums of `rows + 1` rows, for groups of the quick pass."""
     careful = functools.partial(_reduce.accumulate_in, groups=groups, rows=rows)
 
     def on_cpu(x: jax.Array) -> Reading:
-        always = lax.optimization_barrier(jnp.bool_(True))
         run = functools.partial(_quick_or, careful, groups)
         shapes = jax.eval_shape(run, x)
         empty = lambda _: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
-        return lax.cond(always, run, empty, x)
+        return _in_branch(None, run, empty, x)
 
     def elsewhere(x: jax.Array) -> Reading:
         packed = jnp.zeros([_reduce.width(groups)], jnp.float32)
