@@ -25,7 +25,8 @@ class Probe:
       inputs: whether arguments are probed beside outputs.
       backward: whether cotangents are named, for a `stabil.collect` around.
       per_device: whether to tell what each device holds too.
-      due: whether this step is read, a bool scalar; None is always.
+      due: whether this step is read, a bool scalar; None is always; False, known
+        when the program is traced, never.
     """
 
     model: Any
@@ -35,7 +36,7 @@ class Probe:
     inputs: bool = False
     backward: bool = False
     per_device: bool = False
-    due: jax.Array | None = None
+    due: jax.Array | bool | None = None
 
     def at(self, step: Any, controls: Controls | None = None) -> Self:
         """The probe at one step: it reads when the step is due, or when asked.
@@ -64,6 +65,23 @@ class Probe:
         if controls is not None:
             due |= controls.probe_level >= 1
         return dataclasses.replace(self, due=due)
+
+    def off(self) -> Self:
+        """The probe for a program that reads nothing; its readings are NaN throughout.
+
+        Compiled beside the probed one and chosen on the host by the step's number, it
+        makes the steps between two readings cost exactly nothing. Where several
+        processes run, all must choose alike.
+
+        Examples:
+          >>> import flax.linen as nn, jax, jax.numpy as jnp, stabil
+          >>> probed = stabil.probe(nn.Dense(2), stats="absmax")
+          >>> params = probed.init(jax.random.key(0), jnp.ones((1, 3)))
+          >>> y, readings = probed.off().apply(params, jnp.ones((1, 3)))
+          >>> readings.scalars()
+          {'activations/Dense/absmax': nan}
+        """
+        return dataclasses.replace(self, due=False)
 
     def wants(self, *names: str, kind: type) -> bool:
         """Whether to name what this module returns; more may be named than is read."""

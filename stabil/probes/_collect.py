@@ -131,7 +131,7 @@ def read(
     *,
     backward: bool = False,
     places: Iterable[tuple[str, ...]] = (),
-    due: jax.Array | None = None,
+    due: jax.Array | bool | None = None,
     only: bool = False,
     per_device: bool = False,
 ) -> tuple[Any, Readings]:

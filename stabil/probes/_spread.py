@@ -29,11 +29,11 @@ class Spread:
 
     Attributes:
       groups: names of `SUMS`, as of `_reduce.groups_of`.
-      due: bool scalar, whether to read at all; None is always.
+      due: bool scalar, whether to read at all; None is always; a Python False never.
     """
 
     groups: tuple[str, ...]
-    due: jax.Array | None = None
+    due: jax.Array | bool | None = None
 
     @property
     def parted(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -45,6 +45,8 @@ class Spread:
 
     def read(self, x: jax.Array) -> Any:
         """What `conclude` needs to know of a tensor."""
+        if self.due is False:
+            return None
         x = _read.as_real(lax.stop_gradient(x))
         if not _is_spread(x):
             return _read.read(x, self.groups, self.due)
@@ -67,6 +69,9 @@ class Spread:
 
     def conclude(self, found: list[Any]) -> jax.Array:
         """The values of several tensors, float32 `[tensors, width]`."""
+        if self.due is False:
+            values = jnp.broadcast_to(self.nothing(), [len(found), self.nothing().size])
+            return jnp.full_like(values, jnp.nan)
         whole = [i for i, f in enumerate(found) if isinstance(f, _read.Reading)]
         parts = [i for i, f in enumerate(found) if not isinstance(f, _read.Reading)]
         quick, slow = self.parted
@@ -114,7 +119,8 @@ class Spread:
         self, values: jax.Array, per_device: bool
     ) -> tuple[jax.Array, jax.Array | None]:
         """Packed quantities of `[rows, width]` values, over all devices and of each."""
-        if _shards.devices() == 1 or varying(jax.typeof(values)):
+        alone = self.due is False or _shards.devices() == 1
+        if alone or varying(jax.typeof(values)):
             packed = self._packed(values)
             return packed, packed[None] if per_device else None
         mesh = _shards.explicit_mesh(values)

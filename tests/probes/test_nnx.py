@@ -168,7 +168,8 @@ def test_a_function_that_was_traced_before_is_seen():
 
     def both():
         model = Reused(nnx.Rngs(0))
-        return model(X), probe(model, where="block")(X)[1], probe(model)(X)[1]
+        one = probe(model, where="block")(X)[1]
+        return model(X), one, probe(model, where="**")(X)[1]
 
     _, one, all_ = jax.eval_shape(both)
     assert one.names == ("block",)

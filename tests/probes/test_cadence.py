@@ -1,0 +1,47 @@
+"""A probe that is switched, by value or by program."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stabil import probe
+from stabil.vocabulary import Controls
+
+
+def test_off_is_the_plain_program(rng):
+    model = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+    x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
+    probed = probe(model, where="**", stats="all")
+    params = model.init(jax.random.key(0), x)
+    off = jax.jit(lambda p, x: probed.off().apply(p, x)).lower(params, x).compile()
+    plain = jax.jit(model.apply).lower(params, x).compile()
+    assert "conditional" not in off.as_text()
+    assert off.as_text().count(" dot(") == plain.as_text().count(" dot(")
+    extra = off.cost_analysis()["flops"] - plain.cost_analysis()["flops"]
+    assert extra == 0
+    y, readings = off(params, x)
+    np.testing.assert_array_equal(y, plain(params, x))
+    on = jax.eval_shape(probed.apply, params, x)[1]
+    assert (readings.names, readings.values.shape) == (on.names, on.values.shape)
+    assert np.isnan(readings.values).all()
+
+
+def test_the_level_switches_without_a_new_trace(rng):
+    x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
+    probed, traces = probe(nn.Dense(2), stats="absmax", every=10), []
+    params = probed.init(jax.random.key(0), x)
+
+    @jax.jit
+    def run(i, controls):
+        traces.append(i)
+        return probed.at(i, controls).apply(params, x)[1]["absmax"]
+
+    calm = Controls.untouched()
+    asked = calm._replace(probe_level=jnp.int32(1))
+    read = [
+        not np.isnan(run(jnp.int32(i), c)).any()
+        for i, c in ((0, calm), (3, calm), (3, asked), (4, calm))
+    ]
+    assert read == [True, False, True, False]
+    assert len(traces) == 1
