@@ -498,7 +498,8 @@ def test_nnx_modules_inside_linen_ones():
     _assert_same((got, grads), (want, want_grads))
     per = ("layers/inner/first", "layers/inner/second")
     assert readings.names == tuple(f"{n}[{i}]" for i in range(3) for n in per)
-    _, everything = jax.eval_shape(probe(model).apply, variables, X)
+    everywhere = probe(model, where="**")
+    _, everything = jax.eval_shape(everywhere.apply, variables, X)
     per = (*per, "layers/inner", "layers")
     names = (*(f"{n}[{i}]" for i in range(3) for n in per), "Net")
     assert everything.names == names

@@ -232,13 +232,8 @@ def test_classes_and_module_are_left_as_they_were():
     before = dict(vars(model.up)), Block.__call__, nnx.Linear.__call__
     probe(model, where="up", stats="finite")(X)
     with pytest.raises(TypeError):
-<<<<<<< HEAD
         probe(model)(X, "surplus")
     after = dict(vars(model.up)), Block.__call__, nnx.Linear.__call__
-=======
-        probe(model, where="**")(X, "surplus")
-    after = dict(vars(model.blocks[0])), Block.__call__, nnx.Linear.__call__
->>>>>>> 6d5c380 (Read the blocks and what frames them by default)
     assert before == after
     assert "__call__" not in vars(nnx.Module)
 
