@@ -73,6 +73,11 @@ def play(data: str, rate: float, seed: int, steps: int = runs.STEPS) -> Played:
     params = jax.jit(model.init)(jax.random.key(seed))
     tx = optimizer(rate)
     state, step_fn = (params, tx.init(params)), _step()
+
+    def batch_at(i: int) -> Any:
+        # Data that were skipped are made up for by those of the second half.
+        return batches[i if i < steps else steps // 2 + i % (steps // 2)]
+
     losses, stopped, eta = [], None, jnp.float32(rate)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -87,8 +92,7 @@ def play(data: str, rate: float, seed: int, steps: int = runs.STEPS) -> Played:
             progress=False,
         )
         with session, keeper, contextlib.suppress(TrainingStopped):
-            # Data that were skipped are made up for from the beginning.
-            for _, tokens in session.steps(state, lambda i: batches[i % steps]):
+            for _, tokens in session.steps(state, batch_at):
                 state, vitals, loss = step_fn(state, tokens, eta, session.controls)
                 losses.append(loss)
                 try:

@@ -9,6 +9,7 @@ from stabil.policy._choice import Choice, Price
 from stabil.policy._groups import WHOLE, Groups
 from stabil.policy._interventions import Interventions
 from stabil.policy._level import LossLevel
+from stabil.policy._new_data import NewData
 from stabil.policy._rate import Rate
 from stabil.policy._recorded import recorded
 from stabil.policy._rungs import FULL, Rung, check_rungs
@@ -23,7 +24,9 @@ class Ladder:
     What the device did (clip, skip, restart of moments) is reported, and every other
     verdict above OK logged. Beyond that the strongest rung that is due, has budget left
     and is not cooling down acts; a rollback without budget, or at a place that has
-    relapsed `max_relapses` times, becomes a stop with advice. Where only the loss calls
+    relapsed `max_relapses` times, becomes a stop with advice. Data on which a restored
+    state has a far higher loss at once are left out the first time; where the data
+    beyond them are the same, their loss becomes the level. Where only the loss calls
     for a rollback, its cost is weighed against the chance that the loss comes back, see
     `least_saving_seconds`. Plain arithmetic on what it is told, with no clock and no
     chance: processes that read the same observations and costs decide the same.
@@ -96,6 +99,7 @@ class Ladder:
                 raise ValueError(f"Ladder: needed {name} >= 1, got {value}")
         self.healthy_after_steps = healthy_after_steps
         self._level = LossLevel()
+        self._new_data = NewData()
         self._groups = Groups(groups)
         self._tracks = {
             name: Track(name, rungs, quiet_steps, same_place_steps)
@@ -154,9 +158,13 @@ class Ladder:
         seen = observation
         track = self._track = self._concerned(seen)
         height = self._level.observe(seen.loss)
+        actions = recorded(seen)
+        if self._new_data.observe(seen, height):
+            actions.append(self._accept(seen))
+            height = self._level.observe(seen.loss)
         for each in self._tracks.values():
             each.observe(seen, height, each is track)
-        actions = recorded(seen) + track.relapses.again(seen)
+        actions += track.relapses.again(seen)
         actions += self._learn(seen, height)
         if not track.is_calm(seen):
             actions += self._acts.look(track, seen)
@@ -184,7 +192,9 @@ class Ladder:
         track = self._track
         seen, start = track.whole(observation), track.start(observation)
         cuts = [r for r in self.rungs if r.kind == "cut" and not r.report_only]
-        if track.relapses.near(start, seen) and cuts:
+        near = len(track.relapses.near(start, seen))
+        self._new_data.restored(near)
+        if near and cuts:
             self._rate.cut(cuts[0].amount, cuts[0].lasting_steps)
         track.relapses.note(start, seen, target, window)
         self._choice.forget()
@@ -208,6 +218,7 @@ class Ladder:
             "level": self._level.get_state(),
             "rate": self._rate.get_state(),
             "choice": self._choice.get_state(),
+            "new_data": self._new_data.get_state(),
             "groups": {n: t.get_state() for n, t in self._tracks.items() if n},
             "shadow": {n: s.get_state() for n, s in self._shadow.items()},
         }
@@ -219,12 +230,23 @@ class Ladder:
         self._rate.set_state(state["rate"])
         if "choice" in state:
             self._choice.set_state(state["choice"])
+        if "new_data" in state:
+            self._new_data.set_state(state["new_data"])
         for name, saved in state.get("groups", {}).items():
             if name in self._tracks:
                 self._tracks[name].set_state(saved)
         for name, saved in state.get("shadow", {}).items():
             if name in self._shadow:
                 self._shadow[name].set_state(saved)
+
+    def _accept(self, seen: Observation) -> Action:
+        """Takes the loss of new data as the level, as after an announcement."""
+        text = (
+            "the data have changed: a state that was healthy before has a high loss on "
+            "them from its first step, so that going back again would not help"
+        )
+        self.expect_change()
+        return Action("log", text, {"loss": seen.loss})
 
     def _concerned(self, seen: Observation) -> Track:
         """The group that a step is about: the one at fault, or with an open event."""
