@@ -14,7 +14,7 @@ demo: $(STAMP)
 	$(RUN) -m stabil.cli demo
 
 test: $(STAMP)
-	$(RUN) -m pytest -n auto
+	$(RUN) -m pytest -n auto --dist loadfile
 
 slow: $(STAMP)
 	$(RUN) -m pytest -m slow

@@ -67,7 +67,7 @@ class Setting:
     @functools.cached_property
     def modules(self) -> tuple[str, ...]:
         """Paths of the modules, in the order of the calls; "" for the whole model."""
-        probed: Any = stabil.probe(self.model)
+        probed: Any = stabil.probe(self.model, where="**")
         x = jnp.zeros([1, self.size.context], jnp.int32)
         read = jax.eval_shape(lambda p: probed.apply({"params": p}, x), self.params(0))
         return (*read[1].names[:-1], "")

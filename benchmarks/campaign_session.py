@@ -63,7 +63,7 @@ class Protection:
 
     def _step(self) -> Callable[..., Any]:
         tx, setting = self.tx, self.setting
-        probed: Any = stabil.probe(setting.model)
+        probed: Any = stabil.probe(setting.model, where="**")
 
         @jax.jit
         def step(state: Any, batch: Any, dial: Any, controls: Any) -> Any:

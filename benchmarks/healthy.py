@@ -41,7 +41,7 @@ def optimizers(steps: int) -> dict[str, optax.GradientTransformation]:
 def train(tx: Any, steps: int, seed: int) -> tuple[Any, jax.Array, Any]:
     """Verdicts `[steps]`, losses, and the shadow counts of one run."""
     model = demo.Gpt(SIZE)
-    probed: Any = stabil.probe(model, stats=STATISTICS)
+    probed: Any = stabil.probe(model, where="**", stats=STATISTICS)
     text = data.read_corpus().train
     draw = np.random.default_rng(seed)
     starts = draw.integers(0, len(text) - SIZE.context - 1, (steps, SIZE.batch))
