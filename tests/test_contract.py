@@ -1,4 +1,7 @@
-"""The contract that every public transformation keeps, found by walking `__all__`."""
+"""The contract that every public transformation keeps, found by walking `__all__`.
+
+In float16, and for some of it in bfloat16: `pytest -m slow tests/test_contract.py`.
+"""
 
 import functools
 
@@ -11,7 +14,8 @@ from public_factories import FACTORIES, build, wraps
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-DTYPES = ("float32", "bfloat16", "float16")
+SLOW = pytest.mark.slow
+DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=SLOW))
 QUIET, BAD, SHIFT, STEPS = 150, 150, 180, 300
 INNER = optax.sgd(1.0, momentum=0.5)
 # What a docstring says of a gradient in which nothing happens.
@@ -146,7 +150,9 @@ def test_quiet_gradients_are_the_identity(name, dtype):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], pytest.param("bfloat16", marks=SLOW), DTYPES[2]]
+)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_state_is_a_fixed_point_traced_once_and_donated(name, dtype, tmp_path):
     tx = build(name, INNER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,10 @@ def probe(
       (('layers_0', 'layers_2'), (2, 9))
     """
     nnx = sys.modules.get("flax.nnx")  # not imported for those who do not use it
+    if nnx is not None:
+        # Imported in the first trace, it would add to what JAX traces under, and so
+        # cause a second trace.
+        importlib.import_module("stabil.probes._nnx")
     is_nnx = nnx is not None and isinstance(model, nnx.Module)
     if not isinstance(model, nn.Module) and not is_nnx:
         kind = "the class" if isinstance(model, type) else "an object of type"

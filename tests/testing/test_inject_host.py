@@ -72,9 +72,15 @@ def test_a_keeper_finds_the_damage(tmp_path):
             keeper.save(step, STATE, force=True)
             keeper.wait()
             keeper.mark(step, "healthy")
-        flip = fault("checkpoint", "bit_flip", where="d", entries=64)
-        (path,) = inject.checkpoint((flip,), 3, keeper.directory / "2")
-        assert path.is_relative_to(keeper.directory / "2" / "state")
+        struck, state = keeper.directory / "2", keeper.directory / "2" / "state"
+        # Every file, since which of them holds what has no fixed name.
+        names = sorted(str(p.relative_to(struck)) for p in state.rglob("*"))
+        names = [n for n in names if (struck / n).is_file()]
+        flips = tuple(
+            fault("checkpoint", "bit_flip", where=n, entries=64) for n in names
+        )
+        paths = inject.checkpoint(flips, 3, struck)
+        assert paths and all(path.is_relative_to(state) for path in paths)
         assert keeper.restore(TARGET).step == 1
 
 

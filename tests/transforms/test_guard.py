@@ -170,6 +170,8 @@ OPTIMIZERS = {
     "muon": lambda: optax.contrib.muon(1e-3),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-3),
 }
+# The others: `pytest -m slow tests/transforms/test_guard.py`.
+QUICK = ("clip and adamw", "sgd with momentum", "lion", "adafactor", "muon")
 
 
 def _problem():
@@ -197,7 +199,13 @@ def _assert_idle(state, plain, guarded):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
 def test_idle_guard_is_bit_equal_over_200_steps(name):
     """The optimizer alone in its program, as XLA sees it behind a model's products."""
     params, _, _ = _problem()
