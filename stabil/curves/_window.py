@@ -41,7 +41,8 @@ class Window:
             if math.isfinite(gone):
                 self.sum -= gone
                 self.squares -= gone * gone
-            if not gone * gone < 100 * self.squares:
+            # One at the origin takes no digits along, however constant the others are.
+            if gone and not gone * gone < 100 * self.squares:
                 self._sum_up()
         elif len(values) & (len(values) - 1) == 0:
             self._sum_up()

@@ -82,3 +82,13 @@ def test_window_keeps_its_digits_after_a_giant(rng):
         np.testing.assert_allclose(window.mean(), np.mean(newest), rtol=1e-6)
         sd = window.deviation()
         np.testing.assert_allclose(sd, np.std(newest), rtol=1e-5, atol=1e-9)
+
+
+def test_a_constant_signal_costs_no_new_sums(monkeypatch):
+    window, sums = Window(64), []
+    original = Window._sum_up
+    monkeypatch.setattr(Window, "_sum_up", lambda w: (sums.append(1), original(w)))
+    for _ in range(1000):
+        window.append(0.5)
+    assert len(sums) <= 8  # while it fills
+    assert window.mean() == 0.5 and window.deviation() == 0.0
