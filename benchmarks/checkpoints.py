@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from stabil.checkpoints import Keeper, _digest, _manifest
+from stabil.checkpoints import Keeper, _digest, _holding, _manifest
 
 ARRAYS = 20
 
@@ -83,13 +83,15 @@ def drop_cache(folder):
 @contextlib.contextmanager
 def no_digests():
     """The keeper without its digests, to see what they cost."""
-    hold, check = _manifest.hold, _manifest.check
-    _manifest.hold = lambda values, **_: lambda: [_digest.ZERO] * len(values)
+    hold, take, check = _holding.hold, _holding.Arrivals.take, _manifest.check
+    _holding.hold = lambda values, **_: lambda: [_digest.ZERO] * len(values)
+    _holding.Arrivals.take = lambda self, arrays: None
     _manifest.check = lambda *arguments: None
     try:
         yield
     finally:
-        _manifest.hold, _manifest.check = hold, check
+        _holding.hold, _holding.Arrivals.take = hold, take
+        _manifest.check = check
 
 
 class Turn:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import math
 import pathlib
 import platform
 import zlib
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any
 
-import jax
 import numpy as np
 
-from stabil.checkpoints import _digest, _files, _leaves, _processes
+from stabil.checkpoints import _files, _holding, _processes
 from stabil.checkpoints._digest import Digest
 from stabil.checkpoints._errors import DamagedError
 from stabil.checkpoints._leaves import Leaf
@@ -37,68 +35,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _on_host(x: jax.Array) -> bool:
-    return all(d.platform == "cpu" for d in x.sharding.device_set)
-
-
-def hold(values: list[Any], finite: bool = True) -> Callable[[], list[Digest]]:
-    """Takes hold of the bytes of a state, so that they can be read after a donation.
-
-    Arrays in host memory are kept by reference, which costs nothing and makes XLA
-    copy instead of overwriting while they are held. Arrays on an accelerator are
-    digested where they are; the work is queued before any later step.
-
-    Args:
-      values: leaves as they go to disk.
-      finite: whether to count what is not finite.
-    Returns:
-      A function for another thread that gives one digest a leaf, in order; with
-      several processes that of the parts that this one holds.
-    """
-    parts: list[list[tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]]] = []
-    remote: dict[int, jax.Array] = {}
-    for n, value in enumerate(values):
-        held = []
-        if isinstance(value, jax.Array) and _leaves.is_key(value):
-            value = jax.random.key_data(value)
-        if isinstance(value, np.ndarray) and _processes.is_first():
-            held = [(value, value.shape, (0,) * value.ndim)]
-        elif isinstance(value, jax.Array) and not _on_host(value):
-            # Of the whole array, wherever its parts are: one process says it.
-            remote[n] = value
-        elif isinstance(value, jax.Array):
-            held = [
-                (
-                    np.asarray(shard.data),
-                    value.shape,
-                    tuple(s.start or 0 for s in shard.index),
-                )
-                for shard in value.addressable_shards
-                if shard.replica_id == 0
-            ]
-        parts.append(held)
-    table = _digest.digest_on_device(list(remote.values())) if remote else None
-
-    def digest_leaf(held: list[Any]) -> Digest:
-        total = _digest.ZERO
-        for part in held:
-            total += _digest.digest_part(*part, finite=finite)
-        return total
-
-    def digests() -> list[Digest]:
-        # NumPy lets go of the interpreter in its loops; two threads fill two cores.
-        with concurrent.futures.ThreadPoolExecutor(2, "stabil-digest") as pool:
-            found = list(pool.map(digest_leaf, parts))
-        parts.clear()
-        if table is not None:
-            for n, row in zip(remote, np.asarray(table), strict=True):
-                if _processes.is_first():
-                    found[n] = Digest(*(int(v) for v in row))
-        return found
-
-    return digests
 
 
 def python_value(leaf: Leaf, value: Any) -> str | None:
@@ -218,18 +154,25 @@ def changed_files(manifest: dict[str, Any], path: pathlib.Path) -> list[str]:
     return changed
 
 
-def check(manifest: dict[str, Any], values: list[Any], where: str) -> None:
+def check(
+    manifest: dict[str, Any],
+    values: list[Any],
+    where: str,
+    arrivals: _holding.Arrivals | None = None,
+) -> None:
     """Compares restored values with the digests of their manifest.
 
     Args:
       manifest: of the step.
       values: as they are on disk, one for each row of the manifest.
       where: names the step in the error.
+      arrivals: was shown some of the values as they came.
     Raises:
       DamagedError: names the leaves whose bytes differ.
     """
     leaves = leaves_of(manifest)
-    table = np.array(hold(values, finite=False)(), np.uint32).reshape(-1, 3)
+    digests = _holding.hold(values, finite=False, arrivals=arrivals)()
+    table = np.array(digests, np.uint32).reshape(-1, 3)
     rows = _processes.added_up(table)
     digests = [Digest(*(int(v) for v in row)) for row in rows]
     python = [python_value(x, v) for x, v in zip(leaves, values, strict=True)]

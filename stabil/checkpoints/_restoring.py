@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-from stabil.checkpoints import _leaves, _manifest, _processes, _store
+from stabil.checkpoints import _holding, _leaves, _manifest, _processes, _store
 from stabil.checkpoints._errors import DamagedError, NoHealthyStepError
 from stabil.checkpoints._folder import Folder
 from stabil.checkpoints._memory import Ring
@@ -70,20 +70,21 @@ def from_disk(folder: Folder, step: int, abstract_state: Any) -> Restored:
     path, manifest, problem = folder.path(step), {}, ""
     raw: list[Any] = []
     state = None
-    try:
-        manifest = folder.manifest(step)
-        saved = _manifest.leaves_of(manifest)
-        _leaves.compare(step, saved, _leaves.flatten(abstract_state)[0])
-        raw, state = _store.read(path, saved, abstract_state)
-    except DamagedError as error:
-        problem = str(error)
-    if _processes.anywhere(bool(problem)):
-        problem = problem or f"{path} cannot be read by another process"
-    else:
+    with _holding.Arrivals() as arrivals:
         try:
-            _manifest.check(manifest, raw, str(path))
+            manifest = folder.manifest(step)
+            saved = _manifest.leaves_of(manifest)
+            _leaves.compare(step, saved, _leaves.flatten(abstract_state)[0])
+            raw, state = _store.read(path, saved, abstract_state, arrivals.take)
         except DamagedError as error:
             problem = str(error)
+        if _processes.anywhere(bool(problem)):
+            problem = problem or f"{path} cannot be read by another process"
+        else:
+            try:
+                _manifest.check(manifest, raw, str(path), arrivals)
+            except DamagedError as error:
+                problem = str(error)
     if problem:
         text = "; ".join([problem, *_manifest.changed_files(manifest, path)])
         _processes.decide(lambda: _condemn(folder, step, text))

@@ -13,6 +13,7 @@ import jax
 
 from stabil.checkpoints import (
     _files,
+    _holding,
     _leaves,
     _manifest,
     _points,
@@ -74,7 +75,7 @@ class Job:
         ]
         self._statistics = _leaves.statistics(state)
         self._save_id = uuid.uuid4().hex
-        self._digests = _manifest.hold(values)
+        self._digests = _holding.hold(values)
         self._wait = _store.save(
             folder.path(step),
             treedef.unflatten(values),

@@ -9,8 +9,12 @@ disk is the same: either manager opened on the folder sees the steps.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import copy
 import gc
+import itertools
+import math
 import pathlib
 import warnings
 from collections.abc import Callable, Generator
@@ -28,6 +32,10 @@ from stabil.checkpoints._errors import DamagedError
 STATE = "state"
 # Part of the name of a folder that Orbax has not committed.
 UNCOMMITTED = ".orbax-checkpoint-tmp"
+# Arrays are read in so many groups of at least so many bytes: a group costs as much as
+# Orbax takes to read its metadata.
+_GROUPS = 8
+_SMALLEST_GROUP = 16 << 20
 
 
 def save(
@@ -69,11 +77,17 @@ def save(
     return wait
 
 
-def load(path: pathlib.Path, abstract: Any) -> Any:
+def load(
+    path: pathlib.Path, abstract: Any, arrived: Callable[[list[jax.Array]], None]
+) -> Any:
     """Reads a state.
 
     By the reader below `load_checkpointables`, which has half of its fixed cost.
 
+    Args:
+      path: the step's folder.
+      abstract: pytree of what `_leaves.for_disk` gives.
+      arrived: is shown the arrays that are there while others are still being read.
     Raises:
       DamagedError: Orbax could not read it; names the innermost cause, because the
         outermost prints the whole tree.
@@ -81,7 +95,49 @@ def load(path: pathlib.Path, abstract: Any) -> Any:
     arguments = v0.args.PyTreeRestore(
         item=abstract, restore_args=jax.tree.map(_restore_args, abstract)
     )
-    return _read_item(path / STATE, lambda _: arguments)
+    return _read_item(path / STATE, lambda _: arguments, _Registry(arrived))
+
+
+def _in_groups(handler: Any, arrived: Callable[[list[jax.Array]], None]) -> Any:
+    """Orbax's handler of arrays, which shows a group of them as soon as it is there."""
+    grouping = copy.copy(handler)
+
+    async def deserialize(infos: Any, args: Any) -> list[jax.Array]:
+        async def read(group: slice) -> list[jax.Array]:
+            arrays = list(await handler.deserialize(infos[group], args[group]))
+            arrived(arrays)
+            return arrays
+
+        found = await asyncio.gather(*map(read, _groups(args)))
+        return [array for group in found for array in group]
+
+    grouping.deserialize = deserialize
+    return grouping
+
+
+def _groups(args: Any) -> list[slice]:
+    """Cuts arrays that follow each other into at most `_GROUPS` of about one size."""
+    sizes = [math.prod(a.global_shape) * a.dtype.itemsize for a in args]
+    ends = np.cumsum(sizes)
+    share = max(ends[-1] / _GROUPS, _SMALLEST_GROUP)
+    cuts = np.flatnonzero(np.diff(ends // share)) + 1
+    bounds = [0, *cuts.tolist(), len(args)]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+class _Registry:
+    """Orbax's own handlers, but that of JAX's arrays in groups."""
+
+    def __init__(self, arrived: Callable[[list[jax.Array]], None]):
+        self._usual = v0.type_handlers.get_type_handler(jax.Array)
+        self._grouping = _in_groups(self._usual, arrived)
+
+    def get(self, kind: Any) -> Any:
+        found = v0.type_handlers.get_type_handler(kind)
+        return self._grouping if found is self._usual else found
+
+    def has(self, kind: Any) -> bool:
+        return v0.type_handlers.has_type_handler(kind)
 
 
 def _restore_args(leaf: Any) -> v0.RestoreArgs:
@@ -98,9 +154,11 @@ def _restore_args(leaf: Any) -> v0.RestoreArgs:
 def _read_item(
     item: pathlib.Path,
     arguments: Callable[[v0.PyTreeCheckpointHandler], v0.args.PyTreeRestore],
+    registry: Any = None,
 ) -> Any:
     def read() -> Any:
-        reader = v0.PyTreeCheckpointHandler()
+        own = {} if registry is None else {"type_handler_registry": registry}
+        reader = v0.PyTreeCheckpointHandler(**own)
         return reader.restore(epath.Path(item), args=arguments(reader))
 
     with _no_abandoned_coroutines():
@@ -151,9 +209,19 @@ def load_foreign(item: pathlib.Path) -> Any:
     return _read_item(item, arguments)
 
 
-def read(path: pathlib.Path, saved: list[_leaves.Leaf], abstract_state: Any) -> Any:
+def read(
+    path: pathlib.Path,
+    saved: list[_leaves.Leaf],
+    abstract_state: Any,
+    arrived: Callable[[list[jax.Array]], None],
+) -> Any:
     """Reads a state into the structure and the shardings of `abstract_state`.
 
+    Args:
+      path: the step's folder.
+      saved: leaves of the manifest.
+      abstract_state: pytree of what is wanted.
+      arrived: see `load`.
     Returns:
       The values as they are on disk, in the order of `saved`, and as they were wanted,
       in the structure of `abstract_state`.
@@ -162,7 +230,7 @@ def read(path: pathlib.Path, saved: list[_leaves.Leaf], abstract_state: Any) -> 
     by_path = {leaf.path: leaf for leaf in saved}
     order = [by_path[leaf.path] for leaf in leaves]
     asked = [_leaves.for_disk(x, v) for x, v in zip(order, values, strict=True)]
-    tree = load(path, jax.tree.unflatten(treedef, asked))
+    tree = load(path, jax.tree.unflatten(treedef, asked), arrived)
     found = dict(
         zip(
             (leaf.path for leaf in order if leaf.kind != "empty"),

@@ -123,3 +123,18 @@ def test_counts_what_is_not_finite(dtype):
 
 def test_a_sum_that_overflows_is_not_taken_for_infinite():
     assert whole(np.full(100, 3e38, np.float32)).nonfinite == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "bool"])
+def test_many_blocks_at_once_are_as_many_one_by_one(rng, dtype, monkeypatch):
+    x = np.zeros(3_000_000, jnp.dtype(dtype))
+    x[:] = rng.integers(0, 200, x.size)
+    x = x[-x.ctypes.data % 64 // x.dtype.itemsize :]  # where XLA can read it
+    taken, compiled = [], _digest._compiled_sums
+    monkeypatch.setattr(
+        _digest, "_compiled_sums", lambda w: taken.append(w.size) or compiled(w)
+    )
+    found = [_digest.digest_run(x, start) for start in (0, 3 * _digest.BLOCK)]
+    assert set(taken) == {16 * _digest.BLOCK}
+    monkeypatch.setattr(_digest, "_compiled_sums", lambda words: None)
+    assert found == [_digest.digest_run(x, start) for start in (0, 3 * _digest.BLOCK)]
