@@ -136,6 +136,22 @@ class Rescue:
             self.tags.saved(step)
         return taken
 
+    def save_evidence(self, step: int, state: Any, data: Data, cause: str) -> bool:
+        """Saves the state of a run that is given up, and waits until it is there.
+
+        It is suspect from the start: a person may look at it, and choose it, but a
+        resume does not. False without a keeper.
+
+        Raises:
+          Exception: what the keeper raised.
+        """
+        if self.keeper is None:
+            return False
+        self._save(step, state, data, force=True)
+        self.keeper.wait()
+        self.keeper.mark(step, "suspect", cause)
+        return True
+
     def gives_up(self, step: int) -> bool:
         """Whether saves have failed three times and for twice the keeper's cadence."""
         lasts = step - self._failing_since >= 2 * self._cadence

@@ -111,10 +111,11 @@ class Watch:
                 action = action._replace(report_only=True)
             if action.kind == "rollback" and not action.report_only:
                 self._black_box.open(action, vitals)
-                found = self._roll_back(action, seen, next_step)
+                found = self._roll_back(action, seen, state, next_step)
+            elif action.kind == "stop":
+                self._black_box.open(action, vitals)
+                self._stop(action, seen, state, next_step)
             else:
-                if action.kind == "stop":
-                    self._black_box.open(action, vitals)
                 self._carry_out(action, seen)
         self._reporter.step(seen, vitals)
         return found
@@ -176,12 +177,35 @@ class Watch:
             return
         if action.kind == "reset" and action.numbers.get("by") != "device":
             self._reset_due = True
-        if action.kind == "stop":
-            self._reporter.log.flush()
-            advice = action.numbers.get("advice", ())
-            raise TrainingStopped(action.reason, advice, seen.causes)
 
-    def _roll_back(self, action: Action, seen: Observation, next_step: int) -> Return:
+    def _stop(
+        self, action: Action, seen: Observation, state: Any, next_step: int
+    ) -> None:
+        self._reporter.action(action, seen)
+        if action.report_only:
+            return
+        if state is not None:
+            self._save_evidence(action, state, next_step)
+        self._reporter.log.flush()
+        advice = action.numbers.get("advice", ())
+        raise TrainingStopped(action.reason, advice, seen.causes)
+
+    def _save_evidence(self, action: Action, state: Any, step: int) -> None:
+        cause = f"the run was stopped: {action.reason}"
+        try:
+            with self._watchdog.patient():
+                saved = self.rescue.save_evidence(step, state, self._data, cause)
+        except Exception as error:  # the reason of the stop is what must be heard
+            self._failed_save(step, error)
+            return
+        if saved:
+            text = "the last state is saved, as a suspect, to be looked at"
+            event = Event(action="emergency_save", step=step, text=text)
+            self._reporter.record(event)
+
+    def _roll_back(
+        self, action: Action, seen: Observation, state: Any, next_step: int
+    ) -> Return:
         try:
             newest = self._data.position - 1
             with self._watchdog.asleep():
@@ -192,7 +216,10 @@ class Watch:
                 found = self.rescue.roll_back(action, self._data, newest)
         except Exception as error:
             reason = f"{action.reason}; the rollback failed: {error}"
-            self._carry_out(Action("stop", reason, action.numbers), seen)
+            # A save of several processes needs all of them, and this one may be alone
+            # with its error.
+            state = state if self._is_alone else None
+            self._stop(Action("stop", reason, action.numbers), seen, state, next_step)
             raise
         self._policy.rolled_back(self._shared(seen), found.step, found.window)
         self.account.rolled_back(found.step, next_step)

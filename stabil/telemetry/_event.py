@@ -16,7 +16,7 @@ class Event:
 
     Attributes:
       action: what was done: a kind of `stabil.policy.Action`, or `start`, `resume`,
-        `pause`, `save_failed`, `hung`, `dropped`, `end` and the like.
+        `pause`, `save_failed`, `emergency_save`, `hung`, `dropped`, `end` and the like.
       step: step number, counted from 0; -1 when there is none.
       cause: names of the causes, joined by commas; empty without one.
       severity: `ok`, `watch`, `warn` or `block`.

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import pytest
 from fake_run import make_vitals
 
+from stabil.checkpoints import Keeper
 from stabil.policy import Ladder, Rung
 from stabil.session import ExitCode, Preempted, Session, TrainingStopped, run_main
 from stabil.session._exit import crash_code, exit_code
 from stabil.telemetry import read_beat, read_events
+from stabil.vocabulary import Severity
 
 
 def test_a_signal_saves_at_once_and_the_next_process_goes_on_there(tmp_path, keeper):
@@ -33,6 +35,32 @@ def test_a_signal_saves_at_once_and_the_next_process_goes_on_there(tmp_path, kee
     with Session(tmp_path / "run", checkpoints=keeper, total_steps=40) as session:
         assert float(session.resume(jnp.float32(0), abs)) == 14.0
     assert "preempted" in [e.action for e in read_events(tmp_path / "run")]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_stop_leaves_the_last_state_as_a_suspect(tmp_path, broken, monkeypatch):
+    """What a person must look at is on the disk, and no resume chooses it."""
+    folder, policy = tmp_path / "run", Ladder((Rung("stop", blocked_steps=2),))
+    keeper = Keeper(tmp_path / "kept", save_every=5)
+    session = Session(folder, checkpoints=keeper, policy=policy, progress=False)
+    state = jnp.float32(0)
+    with pytest.raises(TrainingStopped, match="2 blocked steps in a row"), session:
+        for step, _ in session.steps(state, abs):
+            bad = dict(severity=Severity.BLOCK) if step >= 12 else {}
+            if bad and broken:
+                monkeypatch.setattr(keeper, "save", lambda *_, **__: 1 / 0)
+            state = session.end_step(state + 1, make_vitals(**bad))
+    events = [e.action for e in read_events(folder)]
+    if broken:
+        assert events[-2:] == ["save_failed", "end"] and max(keeper.steps()) == 10
+        return
+    assert events[-3:] == ["stop", "emergency_save", "end"]
+    assert keeper.steps()[15] == "suspect" and keeper.newest_healthy() <= 10
+    assert float(keeper.restore(state, step=15).state) == 15.0
+    keeper.close()
+    with Keeper(tmp_path / "kept", save_every=5) as keeper:
+        with Session(folder, checkpoints=keeper, progress=False) as session:
+            assert float(session.resume(jnp.float32(0), abs)) <= 10.0
 
 
 def test_the_heartbeat_says_how_a_run_ended(tmp_path):
