@@ -14,6 +14,7 @@ from typing import Any
 
 from stabil.checkpoints import _arguments, _position, _processes, _rollback
 from stabil.checkpoints._cadence import Cadence
+from stabil.checkpoints._comparison import Comparison
 from stabil.checkpoints._folder import Folder
 from stabil.checkpoints._judge import Judge
 from stabil.checkpoints._memory import Ring
@@ -122,6 +123,7 @@ class Keeper:
         )
         milestones = keep_also.milestones if keep_also is not None else ()
         self._cadence = Cadence(save_every, save_every_minutes, milestones)
+        self._comparison = Comparison()
         self._ring = Ring(keep_in_memory)
         levels = self._folder, self._ring, self._saver, self._mirror
         self._judge = Judge(*levels)
@@ -186,6 +188,7 @@ class Keeper:
         position = _position.taken(data)
         self._saver.begin(step, state, extra, position, _arguments.as_metric(metric))
         self._cadence.saved(step)
+        self._comparison.saved()
         if _processes.anywhere(self._asked()):
             self._saved_on_signal = True
             if _processes.is_first():
@@ -194,17 +197,17 @@ class Keeper:
         return True
 
     def due(self, step: int) -> bool:
-        """Whether `save` would save at this step."""
+        """Whether `save` would save at this step.
+
+        Several processes compare clocks and signals about every five seconds.
+        """
         step = _arguments.whole_number(step)
         if _processes.alone():
             return self._asked() or self._cadence.due(step)
         if self._cadence.due_by_steps(step):
             return True
-        # Clocks and signals differ between processes; now and then they are compared.
-        if step % max(self.save_every // 20, 1):
-            return False
-        asked = _processes.anywhere(self._asked())
-        return asked or _processes.decide(lambda: self._cadence.due(step))
+        late = self._cadence.due(step)
+        return self._comparison.anywhere(step, self._asked(), late)
 
     def _asked(self) -> bool:
         return self.interrupted is not None and not self._saved_on_signal
@@ -219,7 +222,8 @@ class Keeper:
 
         The next `save` then saves whatever its step and returns when the bytes are on
         the disk; `interrupted` tells the loop to end. The same signal again does what
-        it did before. `close` puts the old handlers back.
+        it did before. `close` puts the old handlers back. Several processes hear of it
+        when they compare, see `due`.
 
         Args:
           signals: numbers, by default the SIGTERM that clusters send before they take

@@ -73,6 +73,16 @@ def anywhere(flag: bool) -> bool:
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
 
 
+def gathered(values: list[int]) -> np.ndarray:
+    """What each process hands in, int32 `[processes, values]`."""
+    row = np.asarray(values, np.int32)
+    if alone():
+        return row[None]
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(row))
+
+
 def added_up(table: np.ndarray) -> np.ndarray:
     """The sum over processes, modulo 2**32, of a uint32 table."""
     if alone():
