@@ -35,7 +35,7 @@ UNCOMMITTED = ".orbax-checkpoint-tmp"
 # Arrays are read in so many groups of at least so many bytes: a group costs as much as
 # Orbax takes to read its metadata.
 _GROUPS = 8
-_SMALLEST_GROUP = 16 << 20
+_SMALLEST_GROUP = 64 << 20
 
 
 def save(

@@ -79,7 +79,7 @@ class Rescue:
             data.skip(position, max(position, notes["leaving"]))
         # A checkpoint made without a session has no position: one batch a step.
         bare = {"position": found.step, "windows": []}
-        data.set_state(saved["data"] if saved else bare)
+        data.set_state(self._own_data(found, saved["data"]) if saved else bare)
         known = [n["policy"] for n in (saved, notes) if n]
         if known:
             self._policy.set_state(max(known, key=lambda p: p["seen"]))
@@ -91,6 +91,14 @@ class Rescue:
             # the next saves.
             return self.keeper.rollback(self._alike.template, newest + 1, "resumed")
         return self.keeper.restore(self._alike.template)
+
+    def _own_data(self, found: Any, first: dict[str, Any]) -> dict[str, Any]:
+        """Where the data stood on this process; `first` is that of the first one."""
+        each = getattr(found, "positions", {}) or {"0": first}
+        if len(each) == jax.process_count():
+            return each[str(jax.process_index())]
+        # Iterators of another share of the data: the position is reached by drawing.
+        return {name: x for name, x in first.items() if name != "iterator"}
 
     def _newest_healthy(self) -> int | None:
         """The newest healthy step, or None when the keeper holds no step at all."""
@@ -249,4 +257,8 @@ class Rescue:
 
     def _save(self, step: int, state: Any, data: Data, force: bool) -> bool:
         extra = {"data": data.get_state(), "policy": self._policy.get_state()}
-        return self.keeper.save(step, state, extra={"session": extra}, force=force)
+        # What else is kept is the first process's; the data of each are its own.
+        own = {"data": data} if jax.process_count() > 1 else {}
+        return self.keeper.save(
+            step, state, extra={"session": extra}, force=force, **own
+        )

@@ -132,7 +132,9 @@ class Session:
           batch_for_step: a function `data_index -> batch`; or an iterator with
             `get_state` and `set_state`; or any other iterable, which can be skipped
             forwards but not rewound: after a restart it must begin anew. The data index
-            counts batches; it runs ahead of the step when data were skipped.
+            counts batches; it runs ahead of the step when data were skipped. The state
+            of an iterator is kept for each process; a run that goes on with another
+            number of processes draws and discards up to its position instead.
 
         Raises:
           TypeError: the data are none of these.

@@ -94,6 +94,42 @@ def together(keeper, mesh):
     assert keeper.tag(30) == "suspect"
 
 
+class Numbers(Data):
+    """Gives numbers in turn, other ones on each process."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return self.at
+
+
+def session_goes_on(folder, mesh):
+    """Each process's iterator goes on where it stood, not where the first one's did."""
+    from stabil.session import Session
+    from stabil.vocabulary import Measures, Tally, Verdict, Vitals
+
+    vitals = Vitals(Verdict.clear(), Tally.zero(), Measures.unmeasured(), None, ())
+    begin, seen = 100 * jax.process_index(), []
+    for total in (4, 8):
+        numbers = Numbers(begin if total == 4 else -1)
+        with (
+            Keeper(f"{folder}-kept", save_every=3) as keeper,
+            Session(
+                f"{folder}-log{jax.process_index()}",
+                checkpoints=keeper,
+                total_steps=total,
+                progress=False,
+            ) as session,
+        ):
+            state = session.resume(make_state(mesh, 1), numbers)
+            for _, number in session.steps(state, numbers):
+                seen.append(number)
+                state = session.end_step(state, vitals)
+    assert seen == [begin + n for n in range(1, 9)], seen
+
+
 def damaged(keeper, mesh):
     """Step 20 has a flipped bit in what process 1 reads."""
     restored = keeper.restore(make_state(mesh, 0))
@@ -124,6 +160,9 @@ if __name__ == "__main__":
     from stabil.checkpoints import Keeper
 
     far = f"file://{folder}-far" if scenario == "together" else None
+    mesh = Mesh(np.array(jax.devices()), ("a",))
     with Keeper(folder, save_every=10, remote=far) as keeper:
-        globals()[scenario](keeper, Mesh(np.array(jax.devices()), ("a",)))
+        globals()[scenario](keeper, mesh)
+    if scenario == "together":
+        session_goes_on(folder, mesh)
     print("done", scenario, process, flush=True)

@@ -45,7 +45,7 @@ class FakeKeeper:
         self.quarantined, self.fail = [], 0
         self.save_calls = 0
 
-    def save(self, step, state, *, extra=None, force=False):
+    def save(self, step, state, *, extra=None, data=None, force=False):
         self.save_calls += 1
         if not force and step % self.save_every:
             return False

@@ -225,6 +225,49 @@ def test_a_kill_in_the_middle_of_a_rollback_loses_no_window(tmp_path, keeper):
     assert [b for _, b in ran[1:]] == [i + 9 for i in range(10, 30)]
 
 
+class Numbers:
+    """An iterator with a state; of several processes, each has another one."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return self.at - 1
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_iterators_of_another_share_of_the_data_are_not_set(
+    tmp_path, keeper, processes
+):
+    """What two processes saved, one restores: it draws up to the position."""
+    with Session(tmp_path / "run", checkpoints=keeper, total_steps=10) as session:
+        train(session, Numbers())
+    restore, data = keeper.restore, {"position": 10, "windows": []}
+
+    def with_positions(*arguments):
+        found = restore(*arguments)
+        each = {str(n): data | {"iterator": {"at": 300}} for n in range(processes)}
+        found.positions = each
+        return found
+
+    keeper.restore = with_positions
+    with Session(tmp_path / "run", checkpoints=keeper, total_steps=12) as session:
+        _, ran = train(session, Numbers())
+    assert [batch for _, batch in ran[1:]] == (
+        [300, 301] if processes == 1 else [10, 11]
+    )
+
+
 def test_relapse_goes_further_back_skips_more_and_ends_with_advice(tmp_path, keeper):
     session = Session(tmp_path / "run", checkpoints=keeper, total_steps=200)
     with pytest.raises(TrainingStopped) as caught, session:
