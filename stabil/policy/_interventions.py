@@ -67,6 +67,14 @@ class Interventions:
                 return [*waits, self._act(rung, track, seen, track.why(rung))]
         return waits
 
+    def slow_down(self, relapsed: bool, drifted: bool) -> None:
+        """Cuts the rate after a rollback to a state that would go wrong again."""
+        for rung in self.rungs:
+            wanted = drifted if rung.drifted_steps else relapsed
+            if rung.kind == "cut" and not rung.report_only and wanted:
+                self.rate.cut(rung.amount, rung.lasting_steps)
+                return
+
     def _weigh(
         self, rung: Rung, track: Track, seen: Observation, costs: Price | None
     ) -> tuple[dict[str, Any], bool]:

@@ -26,10 +26,12 @@ class Ladder:
     and is not cooling down acts; a rollback without budget, or at a place that has
     relapsed `max_relapses` times, becomes a stop with advice. Data on which a restored
     state has a far higher loss at once are left out the first time; where the data
-    beyond them are the same, their loss becomes the level. Where only the loss calls
-    for a rollback, its cost is weighed against the chance that the loss comes back, see
-    `least_saving_seconds`. Plain arithmetic on what it is told, with no clock and no
-    chance: processes that read the same observations and costs decide the same.
+    beyond them are the same, their loss becomes the level. A rollback after a slow rise
+    of the loss, or at a place that had one before, lowers the learning rate. Where only
+    the loss calls for a rollback, its cost is weighed against the chance that the loss
+    comes back, see `least_saving_seconds`. Plain arithmetic on what it is told, with no
+    clock and no chance: processes that read the same observations and costs decide the
+    same.
 
     Args:
       rungs: interventions, gentle ones first.
@@ -138,8 +140,10 @@ class Ladder:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether the newest step was bad, or its loss high within an event."""
-        return not all(t.episode.is_quiet for t in self._tracks.values())
+        """Whether the newest step was bad, or its loss high in an event or drifting."""
+        return any(
+            t.drifted_steps or not t.episode.is_quiet for t in self._tracks.values()
+        )
 
     def decide(
         self, observation: Observation, costs: Price | None = None
@@ -163,7 +167,7 @@ class Ladder:
             actions.append(self._accept(seen))
             height = self._level.observe(seen.loss)
         for each in self._tracks.values():
-            each.observe(seen, height, each is track)
+            each.observe(seen, height, each is track, self._level.drift.up)
         actions += track.relapses.again(seen)
         actions += self._learn(seen, height)
         if not track.is_calm(seen):
@@ -191,11 +195,10 @@ class Ladder:
         """
         track = self._track
         seen, start = track.whole(observation), track.start(observation)
-        cuts = [r for r in self.rungs if r.kind == "cut" and not r.report_only]
         near = len(track.relapses.near(start, seen))
         self._new_data.restored(near)
-        if near and cuts:
-            self._rate.cut(cuts[0].amount, cuts[0].lasting_steps)
+        self._acts.slow_down(near > 0, self._level.drift.leans)
+        self._level.take_back(seen.step + 1 - target)
         track.relapses.note(start, seen, target, window)
         self._choice.forget()
         for each in self._tracks.values():
@@ -216,6 +219,7 @@ class Ladder:
         """Everything that must survive a restart, ready for JSON."""
         return self._whole.get_state() | {
             "level": self._level.get_state(),
+            "drift": self._level.drift.get_state(),
             "rate": self._rate.get_state(),
             "choice": self._choice.get_state(),
             "new_data": self._new_data.get_state(),
@@ -228,6 +232,7 @@ class Ladder:
         self._whole.set_state(state)
         self._level.set_state(state["level"])
         self._rate.set_state(state["rate"])
+        self._level.drift.set_state(state.get("drift", []))
         if "choice" in state:
             self._choice.set_state(state["choice"])
         if "new_data" in state:

@@ -8,10 +8,13 @@ import math
 import statistics
 from collections.abc import Iterable
 
+from stabil.policy._drift import Drift
+
 NORMAL, HIGH, FAR, EXTREME = 0, 1, 2, 3
 # Median of |x - y| for independent normal x and y of unit variance.
 _DIFFERENCE = 0.9539
 _RECENT = 32
+_JUMP = 4  # high losses in a row; fewer are noise
 
 
 class LossLevel:
@@ -30,6 +33,9 @@ class LossLevel:
     `armed_after` losses are in, nothing is high. The limits are renewed after every
     eighth accepted loss, which keeps a step cheap.
 
+    Attributes:
+      drift: whether the accepted losses rise.
+
     Examples:
       >>> level = LossLevel(armed_after=8)
       >>> [level.observe(2.0 + 0.01 * (i % 3)) for i in range(20)][-1] == NORMAL
@@ -47,6 +53,7 @@ class LossLevel:
     ):
         self._losses: collections.deque[float] = collections.deque(maxlen=window)
         self._armed_after, self._relearn_steps = armed_after, relearn_steps
+        self.drift = Drift()
         self.forget()
 
     def observe(self, loss: float) -> int:
@@ -58,6 +65,8 @@ class LossLevel:
             return NORMAL
         if loss > self._high:
             self._refused_in_a_row += 1
+            if self._refused_in_a_row >= _JUMP:
+                self._accepted_since_jump = 0
             if self._refused_in_a_row < self._relearn_steps:
                 if loss > self._extreme:
                     return EXTREME
@@ -66,6 +75,7 @@ class LossLevel:
         self._refused_in_a_row = 0
         self._losses.append(loss)
         self._accepted += 1
+        self._accepted_since_jump += 1
         if self._accepted % 8 == 0 or self._high == math.inf:
             self._renew()
         return NORMAL
@@ -73,9 +83,18 @@ class LossLevel:
     def forget(self) -> None:
         """Starts afresh, as after an announced change of the data."""
         self._losses.clear()
-        self._refused_in_a_row = self._accepted = 0
+        self._refused_in_a_row = self._accepted = self._accepted_since_jump = 0
         self._high = self._far = self._extreme = math.inf
         self._middle, self._unit = 0.0, math.inf
+        self.drift.forget()
+
+    def take_back(self, steps: int) -> None:
+        """Forgets the losses of the newest steps, which a rollback has undone."""
+        kept = max(self._armed_after, len(self._losses) - steps)
+        while len(self._losses) > kept:
+            self._losses.pop()
+        self._refused_in_a_row, self._accepted_since_jump = 0, len(self._losses)
+        self._renew()
 
     def height(self, loss: float) -> float:
         """Log of a loss over its level; 0 at the level, below it, and without one.
@@ -99,6 +118,11 @@ class LossLevel:
         self._far = middle + max(6 * noise, 0.25 * size)
         beyond = min(20 * noise, max(10 * noise, 0.5 * size))
         self._extreme = middle + max(beyond, 0.25 * size)
+        if self._accepted_since_jump >= _RECENT:
+            self.drift.observe(losses)
+        else:
+            # A loss that comes down from a jump has not risen slowly.
+            self.drift.pause()
 
     def get_state(self) -> list[float]:
         return list(self._losses)
@@ -106,4 +130,5 @@ class LossLevel:
     def set_state(self, losses: Iterable[float]) -> None:
         self.forget()
         self._losses.extend(losses)
+        self._accepted = self._accepted_since_jump = len(self._losses)
         self._renew()

@@ -21,15 +21,15 @@ def careful() -> Ladder:
 
     Restarts moments and rolls back for blocked steps in a row and for non-finite
     parameters, at most twice in 1,000 steps of new ground, and stops at the second
-    relapse. What it would do about a loss that stays high, it writes down.
+    relapse. What it would do about a loss that stays high or rises, it writes down.
 
     Examples:
       >>> [r.kind for r in careful().rungs if r.report_only]
-      ['reset', 'cut', 'rollback', 'rollback']
+      ['reset', 'cut', 'cut', 'rollback', 'rollback']
     """
     rungs = (
         r._replace(
-            report_only=any(r.loss_steps),
+            report_only=any((*r.loss_steps, r.drifted_steps)),
             budget=min(r.budget, 2) if r.kind == "rollback" else r.budget,
         )
         for r in FULL

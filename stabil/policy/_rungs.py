@@ -35,6 +35,8 @@ class Rung(NamedTuple):
         loss lies far above its own level (6 deviations).
       extreme_loss_steps: the same for a loss far beyond that (20 deviations,
         on noisy data 10 of them and half the level).
+      drifted_steps: due after so many steps in a row that the level of the loss itself
+        has risen slowly, by a tenth and by 1.7 deviations: a slow divergence.
       severity: due at a verdict at least this severe for one of `causes`.
       causes: names of causes that count; empty means all.
       amount: for `cut`, what the learning rate is multiplied by; in (0, 1).
@@ -49,6 +51,7 @@ class Rung(NamedTuple):
     blocked_steps: int = 0
     high_loss_steps: int = 0
     extreme_loss_steps: int = 0
+    drifted_steps: int = 0
     severity: int = 0
     causes: tuple[str, ...] = ()
     amount: float = 0.5
@@ -78,10 +81,12 @@ def check_rungs(rungs: tuple[Rung, ...]) -> None:
                 f"rung {i}, got {rung.kind!r}; clips and skips are the guard's and "
                 "need no rung"
             )
-        if not any((rung.blocked_steps, rung.severity, *rung.loss_steps)):
+        triggers = rung.blocked_steps, rung.severity, rung.drifted_steps
+        if not any((*triggers, *rung.loss_steps)):
             raise ValueError(
                 f"Ladder: needed a trigger for rung {i} ({rung.kind}), got none; set "
-                "blocked_steps, high_loss_steps, extreme_loss_steps or severity"
+                "blocked_steps, high_loss_steps, extreme_loss_steps, drifted_steps or "
+                "severity"
             )
         if not 0 < rung.amount < 1:
             raise ValueError(
@@ -146,6 +151,7 @@ FULL = (
     Rung("reset", blocked_steps=2, causes=MOMENTS, cool_down_steps=20),
     Rung("reset", high_loss_steps=10, cool_down_steps=50),
     Rung("cut", high_loss_steps=20, lasting_steps=200, cool_down_steps=50),
+    Rung("cut", drifted_steps=1, lasting_steps=2000, cool_down_steps=50),
     Rung("rollback", severity=2, causes=("nonfinite_parameter",), budget=5),
     Rung("rollback", blocked_steps=3, causes=DAMAGE, budget=5),
     Rung("rollback", blocked_steps=5, causes=MOMENTS, budget=5),

@@ -20,6 +20,8 @@ class Track:
       episode: the open event.
       streaks: blocked steps in a row.
       relapses: rollbacks that were carried out.
+      drifted_steps: steps in a row whose level of the loss had drifted up, counted for
+        the whole model only.
     """
 
     def __init__(
@@ -30,10 +32,14 @@ class Track:
         self.episode = Episode(quiet_steps)
         self.streaks = Streaks(rungs)
         self.relapses = Relapses(reach)
+        self.drifted_steps = 0
 
-    def observe(self, seen: Observation, height: int, concerned: bool) -> None:
+    def observe(
+        self, seen: Observation, height: int, concerned: bool, drifts: bool
+    ) -> None:
         """Takes one step in; `concerned` says whether it is about this group."""
         self.ledger.observe(seen.step)
+        self.drifted_steps = self.drifted_steps + 1 if drifts and not self.group else 0
         if not concerned:
             if seen.severity >= BLOCK:
                 return  # it changed nothing: neither for nor against this group
@@ -49,12 +55,14 @@ class Track:
             seen.severity <= OK
             and seen.damaged is None
             and not self.episode.is_open
+            and not self.drifted_steps
             and self.streaks.blocked_since is None
         )
 
     def may(self, rung: Rung, seen: Observation) -> bool:
         """Whether the rung is due and not cooling down."""
         due = self.streaks.is_due(rung, seen) or self.loss_is_due(rung)
+        due = due or self.drift_is_due(rung)
         return due and not self.ledger.is_cooling(rung)
 
     def loss_is_due(self, rung: Rung) -> bool:
@@ -63,10 +71,15 @@ class Track:
             0 < rung.extreme_loss_steps <= extreme
         )
 
+    def drift_is_due(self, rung: Rung) -> bool:
+        return 0 < rung.drifted_steps <= self.drifted_steps
+
     def why(self, rung: Rung) -> str:
         """The trigger in words."""
         if self.loss_is_due(rung):
             return f"the loss stayed high for {self.episode.high_steps} steps"
+        if self.drift_is_due(rung):
+            return "the loss has risen slowly"
         steps = self.streaks.length(rung)
         return f"{steps} blocked steps in a row" if steps > 1 else "the verdict"
 
@@ -91,6 +104,7 @@ class Track:
         """Begins with another state."""
         self.episode.close()
         self.streaks.restart()
+        self.drifted_steps = 0
 
     def get_state(self) -> dict[str, Any]:
         return {

@@ -386,7 +386,7 @@ def test_advice_fits_the_place():
             lambda: Ladder([Rung("cut")]),
             ValueError,
             "Ladder: needed a trigger for rung 0 (cut), got none; set blocked_steps, "
-            "high_loss_steps, extreme_loss_steps or severity",
+            "high_loss_steps, extreme_loss_steps, drifted_steps or severity",
         ),
         (
             lambda: Ladder([Rung("cut", severity=2, amount=1.0)]),
