@@ -9,12 +9,12 @@ from stabil.checkpoints._errors import NotARunFolderError as NotARunFolderError
 from stabil.checkpoints._errors import SaveFailedError as SaveFailedError
 from stabil.checkpoints._errors import StructureError as StructureError
 from stabil.checkpoints._keeper import Keeper as Keeper
-from stabil.checkpoints._offline import StepInfo as StepInfo
-from stabil.checkpoints._offline import Verified as Verified
-from stabil.checkpoints._offline import list_steps as list_steps
+from stabil.checkpoints._looking import StepInfo as StepInfo
+from stabil.checkpoints._looking import Verified as Verified
+from stabil.checkpoints._looking import list_steps as list_steps
+from stabil.checkpoints._looking import verify as verify
 from stabil.checkpoints._offline import mark as mark
 from stabil.checkpoints._offline import rollback as rollback
-from stabil.checkpoints._offline import verify as verify
 from stabil.checkpoints._repair import Repaired as Repaired
 from stabil.checkpoints._repair import merge_neighbours as merge_neighbours
 from stabil.checkpoints._repair import repair_layer as repair_layer

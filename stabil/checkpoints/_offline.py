@@ -1,138 +1,16 @@
-"""What can be done to a run's folder without its model."""
+"""What can be done to the folder of a run that is not open, without its model."""
 
 from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from stabil.checkpoints import _leaves, _manifest, _rollback, _store
 from stabil.checkpoints._errors import DamagedError, NoHealthyStepError
-from stabil.checkpoints._folder import QUARANTINE, Folder
-
-
-class StepInfo(NamedTuple):
-    """One step of a run, as `list_steps` gives it.
-
-    Attributes:
-      step: its number.
-      tag: `pending`, `healthy`, `suspect` or `quarantined`.
-      cause: why, in the words of who decided.
-      by: who decided.
-      saved: when, UTC; empty if the manifest cannot be read.
-      size: bytes on disk.
-      path: its folder, relative to the run's.
-    """
-
-    step: int
-    tag: str
-    cause: str
-    by: str
-    saved: str
-    size: int
-    path: str
-
-
-class Verified(NamedTuple):
-    """What `verify` found of one step.
-
-    Attributes:
-      step: its number.
-      tag: its tag.
-      ok: whether every byte is as it was saved.
-      problem: what is not; empty when ok.
-      leaves: leaves that were checked.
-    """
-
-    step: int
-    tag: str
-    ok: bool
-    problem: str
-    leaves: int
-
-
-def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
-    """Every step of a run, ascending, then the quarantined ones; changes nothing.
-
-    Args:
-      directory: a folder that a `Keeper` made.
-    Raises:
-      NotARunFolderError: it is something else.
-    """
-    folder = Folder(directory)
-    found = []
-    for step in folder.steps():
-        health = folder.health(step)
-        found.append(
-            _info(folder, step, str(step), health["tag"], health["cause"], health["by"])
-        )
-    reasons = {r["id"]: r["reason"] for r in _rollback.records(folder)}
-    for batch, step in folder.quarantined():
-        path = f"{QUARANTINE}/{batch}/{step}"
-        cause = reasons.get(batch, "")
-        found.append(_info(folder, step, path, "quarantined", cause, "rollback"))
-    return found
-
-
-def _info(
-    folder: Folder, step: int, path: str, tag: str, cause: str, by: str
-) -> StepInfo:
-    place = folder.root / path
-    try:
-        saved = folder.manifest_at(place)["time"]
-    except DamagedError:
-        saved = ""
-    size = sum(p.stat().st_size for p in place.rglob("*") if p.is_file())
-    return StepInfo(step, tag, cause, by, saved, size, path)
-
-
-def verify(
-    directory: str | os.PathLike[str], step: int | None = None
-) -> Iterator[Verified]:
-    """Reads steps and compares every file and every array, newest first.
-
-    Needs no model, and memory for one state. A damaged step is tagged suspect.
-
-    Args:
-      directory: a folder that a `Keeper` made.
-      step: one step; all of them by default.
-    Yields:
-      One `Verified` a step, as soon as it is known.
-    Raises:
-      NotARunFolderError: the folder is something else.
-      ValueError: there is no such step.
-    """
-    folder = Folder(directory)
-    steps = folder.steps()
-    if step is not None:
-        _require(folder, step)
-        steps = [step]
-    return _verify_each(folder, sorted(steps, reverse=True))
-
-
-def _verify_each(folder: Folder, steps: list[int]) -> Iterator[Verified]:
-    for step in steps:
-        leaves, problem = 0, ""
-        try:
-            leaves = _verify_one(folder, step)
-        except DamagedError as error:
-            problem = str(error)
-            folder.log("damage", step=step, cause=problem)
-            folder.tag(step, "suspect", problem, "verify")
-        tag = folder.health(step)["tag"]
-        yield Verified(step, tag, not problem, problem, leaves)
-
-
-def _verify_one(folder: Folder, step: int) -> int:
-    folder.judgement(step)
-    manifest = folder.manifest(step)
-    changed = _manifest.changed_files(manifest, folder.path(step))
-    if changed:
-        raise DamagedError(f"{folder.path(step)} has changed: {'; '.join(changed)}")
-    return len(read_plain(folder.path(step), manifest))
+from stabil.checkpoints._folder import Folder
 
 
 def read_plain(
@@ -180,7 +58,7 @@ def mark(
     """
     folder = Folder(directory)
     require_tag(tag)
-    _require(folder, step)
+    require_step(folder, step)
     return folder.tag(step, tag, cause, by)
 
 
@@ -227,7 +105,12 @@ def require_tag(tag: str) -> None:
         )
 
 
-def _require(folder: Folder, step: int) -> None:
+def require_step(folder: Folder, step: int) -> None:
+    """Refuses a step that is not there.
+
+    Raises:
+      ValueError: it is not.
+    """
     if step not in folder.steps():
         raise ValueError(no_such_step(folder, step))
 

@@ -50,22 +50,24 @@ class Remote:
 
     Args:
       url: for example `gs://bucket/run`; the package of its protocol is needed.
+      create: make an empty place ours; otherwise it must be.
     Raises:
       NotARunFolderError: something else lies there.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, create: bool = True):
         import fsspec
 
         self.url = url
         self._fs, self._root = fsspec.core.url_to_fs(url)
-        if self._read(MARK) is not None:
+        if self.read(MARK) is not None:
             return
         content = self._names("")
-        if content:
+        if content or not create:
+            what = f"one that holds {content[0]!r}" if content else "none"
             raise NotARunFolderError(
-                f"needed a place that a stabil Keeper made, got one that holds "
-                f"{content[0]!r} at {url}: nothing was changed; name a new place"
+                f"needed a place that a stabil Keeper made, got {what} at {url}: "
+                "nothing was changed; name a new place"
             )
         self._write({"format": _manifest.FORMAT, "made": _files.utc_now()}, MARK)
 
@@ -82,7 +84,7 @@ class Remote:
             return []
         return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in found})
 
-    def _read(self, *names: str) -> dict[str, Any] | None:
+    def read(self, *names: str) -> dict[str, Any] | None:
         """A sealed object; None if it is not there or was cut short."""
         try:
             return _files.unsealed(self._fs.cat_file(self._at(*names)), names[-1])
@@ -99,11 +101,11 @@ class Remote:
     def copies(self) -> list[Copy]:
         """Every step that may be chosen, ascending."""
         rollbacks = {
-            name: self._read(ROLLBACKS, name) or {} for name in self._names(ROLLBACKS)
+            name: self.read(ROLLBACKS, name) or {} for name in self._names(ROLLBACKS)
         }
         found = []
         for name in self._names(""):
-            marker = self._read(name, MARKER) if _NAME.fullmatch(name) else None
+            marker = self.read(name, MARKER) if _NAME.fullmatch(name) else None
             if marker is None:
                 continue
             step = int(name.split("-")[0])
@@ -112,7 +114,7 @@ class Remote:
                 for n, record in rollbacks.items()
                 if n not in marker["after"] and step > record.get("target", step)
             ]
-            tag = (self._read(name, HEALTH) or {"tag": "suspect"})["tag"]
+            tag = (self.read(name, HEALTH) or {"tag": "suspect"})["tag"]
             if not left:
                 found.append(Copy(name, step, marker, tag))
         return sorted(found, key=lambda copy: copy.step)
@@ -126,7 +128,7 @@ class Remote:
         records = [*_rollback.records(folder), _rollback.pending(folder)]
         for record in filter(None, records):
             name = f"{record['id']}.json"
-            if self._read(ROLLBACKS, name) is None:
+            if self.read(ROLLBACKS, name) is None:
                 self._write({"target": record["target"]}, ROLLBACKS, name)
 
     def push(self, folder: Folder, keep: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import sys
 from typing import Any
@@ -15,7 +16,8 @@ def add_command(commands: Any) -> None:
         help="list, verify, judge, compare and roll back the steps of a run",
         description=(
             "Works on the folder of a run that is not open. RUN is the folder that a "
-            "Keeper made, or one that holds it as RUN/checkpoints."
+            "Keeper made, or one that holds it as RUN/checkpoints; for ls and verify "
+            "also the URL of its remote level."
         ),
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -42,17 +44,30 @@ def add_command(commands: Any) -> None:
 
 def _add(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=text, description=text.capitalize() + ".")
-    parser.add_argument("folder", type=pathlib.Path, metavar="RUN")
+    parser.add_argument("folder", metavar="RUN")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=functools.partial(_run, run))
     return parser
 
 
-def _ls(args: argparse.Namespace) -> int:
+def _run(action: Any, args: argparse.Namespace) -> int:
+    """Runs an action on a keeper's folder; that there is no way is a finding."""
+    from stabil.checkpoints import DamagedError, NoHealthyStepError
+    from stabil.cli._output import print_json
+
+    try:
+        return action(args, _keeper_place(args.folder, args.action))
+    except (DamagedError, NoHealthyStepError) as error:
+        print(f"stabil checkpoints {args.action}: {error}", file=sys.stderr)
+        if args.json:
+            print_json({"error": str(error)})
+        return 1
+
+
+def _ls(args: argparse.Namespace, folder: Any) -> int:
     from stabil import checkpoints
     from stabil.cli._output import print_json, table
 
-    folder = _keeper_folder(args.folder)
     steps = checkpoints.list_steps(folder)
     if args.json:
         print_json({"folder": str(folder), "steps": [s._asdict() for s in steps]})
@@ -66,11 +81,10 @@ def _ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace, folder: Any) -> int:
     from stabil import checkpoints
     from stabil.cli._output import print_json
 
-    folder = _keeper_folder(args.folder)
     found = []
     for one in checkpoints.verify(folder, args.step):
         found.append(one)
@@ -86,11 +100,10 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _mark(args: argparse.Namespace) -> int:
+def _mark(args: argparse.Namespace, folder: Any) -> int:
     from stabil import checkpoints
     from stabil.cli._output import print_json
 
-    folder = _keeper_folder(args.folder)
     tag = checkpoints.mark(folder, args.step, args.tag, args.cause, by="stabil mark")
     taken = tag == args.tag
     if args.json:
@@ -102,18 +115,11 @@ def _mark(args: argparse.Namespace) -> int:
     return 0 if taken else 1
 
 
-def _diff(args: argparse.Namespace) -> int:
+def _diff(args: argparse.Namespace, folder: Any) -> int:
     from stabil import checkpoints
     from stabil.cli._output import print_json, table
 
-    folder = _keeper_folder(args.folder)
-    try:
-        found = checkpoints.diff(folder, args.a, args.b)
-    except checkpoints.DamagedError as error:
-        print(f"stabil checkpoints diff: {error}", file=sys.stderr)
-        if args.json:
-            print_json({"error": str(error)})
-        return 1
+    found = checkpoints.diff(folder, args.a, args.b)
     if args.json:
         leaves = [leaf._asdict() for leaf in found.leaves]
         print_json({"a": args.a, "b": args.b, **found._asdict(), "leaves": leaves})
@@ -147,18 +153,11 @@ def _diff(args: argparse.Namespace) -> int:
     return 1 if found.leaves or found.metadata else 0
 
 
-def _rollback(args: argparse.Namespace) -> int:
+def _rollback(args: argparse.Namespace, folder: Any) -> int:
     from stabil import checkpoints
     from stabil.cli._output import print_json
 
-    folder = _keeper_folder(args.folder)
-    try:
-        record = checkpoints.rollback(folder, args.before, args.reason)
-    except checkpoints.NoHealthyStepError as error:
-        print(f"stabil checkpoints rollback: {error}", file=sys.stderr)
-        if args.json:
-            print_json({"error": str(error)})
-        return 1
+    record = checkpoints.rollback(folder, args.before, args.reason)
     if args.json:
         print_json(record)
     else:
@@ -167,7 +166,16 @@ def _rollback(args: argparse.Namespace) -> int:
     return 0
 
 
-def _keeper_folder(folder: pathlib.Path) -> pathlib.Path:
-    """The folder that a Keeper made: the one named, or `checkpoints` in it."""
+def _keeper_place(text: str, action: str) -> pathlib.Path | str:
+    """The folder that a Keeper made, the one named or `checkpoints` in it; or a URL."""
+    if "://" in text:
+        if action in ("ls", "verify"):
+            return text
+        raise ValueError(
+            f"needed a folder on this machine for {action}, got {text}: name the "
+            "folder of the run, whose Keeper brings tags and rollbacks there; or bring "
+            f"the newest step to a new folder with Keeper(folder, remote={text!r})"
+        )
+    folder = pathlib.Path(text)
     inner = folder / "checkpoints"
     return inner if inner.is_dir() and not (folder / "stabil.json").exists() else folder

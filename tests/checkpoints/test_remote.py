@@ -98,7 +98,7 @@ def test_a_step_that_is_copied_while_a_rollback_begins_is_given_up(tmp_path, url
     (name,) = remote._names(_remote.ROLLBACKS)
     remote._fs.pipe_file(remote._at(_remote.ROLLBACKS, name), b"{")
     remote.push(folder, 3)
-    assert remote._read(_remote.ROLLBACKS, name) == {"target": 1}
+    assert remote.read(_remote.ROLLBACKS, name) == {"target": 1}
 
 
 def test_a_marker_that_leads_elsewhere_is_refused(tmp_path, url):

@@ -116,3 +116,42 @@ def test_help(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert "demo" in said and "checkpoints" in said
+
+
+def test_a_remote_level_is_listed_and_verified_but_not_changed(tmp_path, capsys):
+    url, far = f"file://{tmp_path}/far", tmp_path / "far"
+    with checkpoints.Keeper(tmp_path / "run", save_every=1, remote=url) as keeper:
+        for step in (1, 2):
+            keeper.save(step, {"w": jnp.full([3], step)}, force=True)
+            keeper.wait()
+            keeper.mark(step, "healthy", "calm")
+    before = {p: p.read_bytes() for p in far.rglob("*") if p.is_file()}
+    code, found = ask(capsys, "checkpoints", "ls", url)
+    rows = [(x["step"], x["tag"], x["cause"]) for x in found["steps"]]
+    assert (code, rows) == (0, [(1, "healthy", "calm"), (2, "healthy", "calm")])
+    assert all(x["size"] > 1000 and x["saved"] for x in found["steps"])
+    code, found = ask(capsys, "checkpoints", "verify", url)
+    assert (code, [x["step"] for x in found["steps"]]) == (0, [2, 1])
+    assert {p: p.read_bytes() for p in far.rglob("*") if p.is_file()} == before
+    (place,) = far.glob("2-*")
+    (data,) = [p for p in place.rglob("d/*") if p.stat().st_size < 1000][:1]
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    code, found = ask(capsys, "checkpoints", "verify", url, "--step", 2)
+    (row,) = found["steps"]
+    assert (code, row["ok"], row["tag"]) == (1, False, "healthy")
+    assert row["problem"].startswith(f"{url}/{place.name}")
+    code, found = ask(capsys, "checkpoints", "verify", url, "--step", 7)
+    assert code == 2 and found["error"].endswith("the steps there are 1, 2")
+
+
+def test_what_a_remote_level_does_not_take_is_said(tmp_path, capsys):
+    url = f"file://{tmp_path}/far"
+    code, found = ask(capsys, "checkpoints", "rollback", url, "--before", 3)
+    assert code == 2 and found["error"].startswith(
+        f"needed a folder on this machine for rollback, got {url}: name the folder of "
+    )
+    code, found = ask(capsys, "checkpoints", "ls", url)
+    assert code == 2 and f"got none at {url}" in found["error"]
+    assert not (tmp_path / "far").exists()
