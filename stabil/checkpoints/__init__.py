@@ -8,6 +8,7 @@ from stabil.checkpoints._errors import NoHealthyStepError as NoHealthyStepError
 from stabil.checkpoints._errors import NotARunFolderError as NotARunFolderError
 from stabil.checkpoints._errors import SaveFailedError as SaveFailedError
 from stabil.checkpoints._errors import StructureError as StructureError
+from stabil.checkpoints._errors import UnreadableError as UnreadableError
 from stabil.checkpoints._keeper import Keeper as Keeper
 from stabil.checkpoints._looking import StepInfo as StepInfo
 from stabil.checkpoints._looking import Verified as Verified
@@ -34,6 +35,7 @@ __all__ = [
     "SaveFailedError",
     "StepInfo",
     "StructureError",
+    "UnreadableError",
     "Verified",
     "diff",
     "list_steps",

@@ -19,5 +19,9 @@ class DamagedError(RuntimeError):
     """Bytes on disk are not the bytes that were saved."""
 
 
+class UnreadableError(RuntimeError):
+    """Bytes on disk could not be read, and nothing says that they have changed."""
+
+
 class SaveFailedError(RuntimeError):
     """What should be on the disk is not: a step, a tag or the intent to go back."""

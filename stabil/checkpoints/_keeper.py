@@ -358,6 +358,8 @@ class Keeper:
           NoHealthyStepError: nothing to choose from.
           DamagedError: the step, or every healthy one, is damaged.
           StructureError: the leaves differ.
+          UnreadableError: a step is whole and was not read, for example for want of
+            memory; no tag was changed.
           ValueError: there is no such step, or no position for `data` in it.
         """
         return self._way_back.restore(abstract_state, step, data)
@@ -388,6 +390,7 @@ class Keeper:
           NoHealthyStepError: no healthy step lies before.
           DamagedError: all that do are damaged.
           StructureError: the leaves differ.
+          UnreadableError: as for `restore`; restore again.
           SaveFailedError: the disk cannot be written; nothing was changed.
         """
         extra = _arguments.as_json(extra)
@@ -419,7 +422,7 @@ class Keeper:
         Raises:
           FileNotFoundError: no checkpoint is there.
           StructureError: a leaf has no counterpart and may not start fresh.
-          DamagedError: the checkpoint cannot be read.
+          DamagedError, UnreadableError: the checkpoint cannot be read.
           ValueError: this keeper's folder holds steps, or the step is unknown.
         """
         place = pathlib.Path(path).absolute()

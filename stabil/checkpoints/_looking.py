@@ -107,6 +107,7 @@ def verify(
     Raises:
       NotARunFolderError: the folder is something else.
       ValueError: there is no such step.
+      UnreadableError: a step is whole and was not read; no tag was changed.
     """
     if is_url(directory):
         return _verify_afar(Remote(os.fspath(directory), create=False), step)

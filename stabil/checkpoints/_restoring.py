@@ -8,7 +8,11 @@ import json
 from typing import Any
 
 from stabil.checkpoints import _holding, _leaves, _manifest, _processes, _store
-from stabil.checkpoints._errors import DamagedError, NoHealthyStepError
+from stabil.checkpoints._errors import (
+    DamagedError,
+    NoHealthyStepError,
+    UnreadableError,
+)
 from stabil.checkpoints._folder import Folder
 from stabil.checkpoints._memory import Ring
 from stabil.checkpoints._mirror import Mirror
@@ -66,8 +70,10 @@ def from_disk(folder: Folder, step: int, abstract_state: Any) -> Restored:
       StructureError: the leaves differ.
       DamagedError: the step cannot be read, or holds other bytes than were saved. It
         has been tagged suspect.
+      UnreadableError: it cannot be read, and its files are what was saved; its tag is
+        what it was.
     """
-    path, manifest, problem = folder.path(step), {}, ""
+    path, manifest, problem, intact = folder.path(step), {}, "", False
     raw: list[Any] = []
     state = None
     with _holding.Arrivals() as arrivals:
@@ -78,13 +84,24 @@ def from_disk(folder: Folder, step: int, abstract_state: Any) -> Restored:
             raw, state = _store.read(path, saved, abstract_state, arrivals.take)
         except DamagedError as error:
             problem = str(error)
-        if _processes.anywhere(bool(problem)):
+        except UnreadableError as error:
+            problem = str(error)
+            intact = not _manifest.changed_files(manifest, path)
+        # What only one process found counts for all.
+        found = _processes.gathered([bool(problem), intact])
+        if found[:, 0].any():
             problem = problem or f"{path} cannot be read by another process"
         else:
             try:
                 _manifest.check(manifest, raw, str(path), arrivals)
             except DamagedError as error:
                 problem = str(error)
+    if found[:, 1].any():
+        raise UnreadableError(
+            f"{problem}. Its files are what was saved, so that its tag stays: look at "
+            "the memory that is free and at the versions of the libraries, then "
+            "restore again"
+        )
     if problem:
         text = "; ".join([problem, *_manifest.changed_files(manifest, path)])
         _processes.decide(lambda: _condemn(folder, step, text))
@@ -108,6 +125,7 @@ def at(
     Raises:
       StructureError: the leaves differ.
       DamagedError: the step cannot be had from any level.
+      UnreadableError: as for `from_disk`.
     """
     snapshot = ring.find(step)
     if snapshot is not None and snapshot.tag == "healthy":
@@ -135,6 +153,7 @@ def newest(folder: Folder, ring: Ring, mirror: Mirror, abstract_state: Any) -> R
       NoHealthyStepError: no step is healthy.
       DamagedError: every healthy step is damaged.
       StructureError: the leaves differ.
+      UnreadableError: as for `from_disk`.
     """
     there = _processes.decide(
         lambda: [

@@ -26,12 +26,14 @@ import orbax.checkpoint as v0
 from etils import epath
 
 from stabil.checkpoints import _leaves
-from stabil.checkpoints._errors import DamagedError
+from stabil.checkpoints._errors import DamagedError, UnreadableError
 
 # The name under which Orbax keeps the state inside a step's folder.
 STATE = "state"
 # Part of the name of a folder that Orbax has not committed.
 UNCOMMITTED = ".orbax-checkpoint-tmp"
+# Causes that changed bytes seldom have. All else may be damage.
+_BY_PROGRAM = (AttributeError, ImportError, MemoryError, NameError, TypeError)
 # Arrays are read in so many groups of at least so many bytes: a group costs as much as
 # Orbax takes to read its metadata.
 _GROUPS = 8
@@ -91,6 +93,7 @@ def load(
     Raises:
       DamagedError: Orbax could not read it; names the innermost cause, because the
         outermost prints the whole tree.
+      UnreadableError: the same, and the cause looks like that of a program.
     """
     arguments = v0.args.PyTreeRestore(
         item=abstract, restore_args=jax.tree.map(_restore_args, abstract)
@@ -165,10 +168,13 @@ def _read_item(
         try:
             return read()
         except Exception as error:
-            problem = _innermost(error)
+            inner = _innermost(error)
+            problem, by_program = _told(inner), _is_by_program(inner)
+            del inner
         # The reader is gone, and with it all that still refers to the coroutines.
         gc.collect()
-    raise DamagedError(f"{item} cannot be read: {problem}")
+    kind = UnreadableError if by_program else DamagedError
+    raise kind(f"{item} cannot be read: {problem}")
 
 
 @contextlib.contextmanager
@@ -180,11 +186,20 @@ def _no_abandoned_coroutines() -> Generator[None]:
         yield
 
 
-def _innermost(error: BaseException) -> str:
+def _innermost(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
+    return error
+
+
+def _told(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0][:300]
     return f"{type(error).__name__}: {text}"
+
+
+def _is_by_program(error: BaseException) -> bool:
+    """Whether it looks like too little memory, or another version of a library."""
+    return isinstance(error, _BY_PROGRAM) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def load_foreign(item: pathlib.Path) -> Any:
@@ -196,6 +211,7 @@ def load_foreign(item: pathlib.Path) -> Any:
       NumPy arrays, and texts, in dicts and lists.
     Raises:
       DamagedError: Orbax could not read it.
+      UnreadableError: the same, and the cause looks like that of a program.
     """
 
     def arguments(reader: v0.PyTreeCheckpointHandler) -> v0.args.PyTreeRestore:

@@ -52,12 +52,12 @@ def _add(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParse
 
 def _run(action: Any, args: argparse.Namespace) -> int:
     """Runs an action on a keeper's folder; that there is no way is a finding."""
-    from stabil.checkpoints import DamagedError, NoHealthyStepError
+    from stabil.checkpoints import DamagedError, NoHealthyStepError, UnreadableError
     from stabil.cli._output import print_json
 
     try:
         return action(args, _keeper_place(args.folder, args.action))
-    except (DamagedError, NoHealthyStepError) as error:
+    except (DamagedError, NoHealthyStepError, UnreadableError) as error:
         print(f"stabil checkpoints {args.action}: {error}", file=sys.stderr)
         if args.json:
             print_json({"error": str(error)})

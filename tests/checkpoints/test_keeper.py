@@ -29,10 +29,12 @@ from stabil.checkpoints import (
     NotARunFolderError,
     SaveFailedError,
     StructureError,
+    UnreadableError,
     _leaves,
     _manifest,
     _points,
     _store,
+    verify,
 )
 
 
@@ -751,6 +753,33 @@ def test_damage_of_every_kind_falls_back(tmp_path, damage):
     assert keeper.save(2, random_state(2), force=True)
     keeper.wait()
     assert keeper.steps() == {1: "healthy", 2: "pending"}
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("none left"), RuntimeError("RESOURCE_EXHAUSTED: 16 GiB")]
+)
+def test_want_of_memory_is_not_taken_for_damage(tmp_path, monkeypatch, error):
+    keeper = Keeper(tmp_path)
+    fill(keeper, ["healthy", "healthy"])
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as m:
+        m.setattr(_store.v0.PyTreeCheckpointHandler, "restore", fail)
+        text = f"{tmp_path}/20/state cannot be read: {type(error).__name__}: {error}. "
+        for again in (keeper.restore, lambda target: keeper.rollback(target, 21)):
+            with pytest.raises(UnreadableError, match="^" + re.escape(text)):
+                again(TARGET)
+        with pytest.raises(UnreadableError):
+            list(verify(tmp_path))
+        assert keeper.steps() == {10: "healthy", 20: "healthy"}
+        # A file that has changed makes it damage after all.
+        (tmp_path / "20" / "state" / "_METADATA").write_text("{}")
+        with pytest.raises(UnreadableError, match="/10/state cannot be read"):
+            keeper.restore(TARGET)
+    assert keeper.steps() == {10: "healthy", 20: "suspect"}
+    assert keeper.restore(TARGET).step == 10
 
 
 def test_a_damaged_tag_is_not_taken_for_healthy(tmp_path):
