@@ -41,6 +41,7 @@ SETTINGS = (
     Setting("high_rate", "post-LN, no QK-norm, rate too high", 4e-2),
     Setting("shift", "b2 = 0.999 under a sudden change of the data", 2.5e-2, "shift"),
     Setting("repeats", "batches of one repeated token", 2.5e-2, "repeats"),
+    Setting("noise", "bursts of random text", 2.5e-2, "noise"),
 )
 # Around the best one, up to where every method fails.
 RATES = (3e-3, 1e-2, 2e-2, 4e-2, 8e-2)
@@ -94,6 +95,11 @@ def data_for(kind: str, seed: int, steps: int = STEPS) -> tuple[Any, Any]:
         # Three batches in a row of one token, once in 50 steps.
         for start in range(49, steps - 20, 50):
             batches[start : start + 3] = rng.integers(0, model.VOCABULARY)
+    if kind == "noise":
+        # Eight batches in a row without any rule, three times.
+        for start in (steps // 4, steps // 2, 3 * steps // 4):
+            random = rng.integers(0, model.VOCABULARY, batches[:8].shape)
+            batches[start : start + 8] = random
     held_out = model.text(last, HELD_OUT_ROWS, np.random.default_rng([seed, 2]))
     return batches, held_out
 

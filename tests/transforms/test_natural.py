@@ -33,13 +33,15 @@ def test_data_of_every_kind():
     def clear(batch):
         return np.mean(batch[:, 1:] == told[batch[:, :-1]])
 
+    noise = runs.data_for("noise", 0, 130)[0]
+    assert clear(noise[31]) > 0.6 > 0.2 > clear(noise[32]) and clear(noise[40]) > 0.6
     assert clear(shift[64]) > 0.6 > 0.2 > clear(shift[65])
 
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_learns_and_every_setting_is_of_known_data(monkeypatch):
     monkeypatch.setattr(runs, "CHUNK", 2)
-    assert {s.data for s in runs.SETTINGS} <= {"plain", "shift", "repeats"}
+    assert {s.data for s in runs.SETTINGS} <= {"plain", "shift", "repeats", "noise"}
     pairs = [(3e-2, 0), (0.0, 0), (3e-2, 1)]
     result = runs.play("nothing", "plain", pairs, steps=20)
     assert np.shape(result.losses) == (3, 20) and np.shape(result.final) == (3,)
