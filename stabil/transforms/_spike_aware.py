@@ -61,8 +61,8 @@ def spike_aware(
 
     Place: first in `optax.chain`, or `clip=` of `stabil.guard`. Does not: stop the
     momentum or the weight decay of the optimizer after it on a step that it zeroes;
-    `stabil.guard` does. Does not: save a run whose learning rate is too high, whose norms
-    stay in their range until it is lost; `max_norm=1.0` delays that, and a
+    `stabil.guard` does. Does not: save a run whose learning rate is too high, whose
+    norms stay in their range until it is lost; `max_norm=1.0` delays that, and a
     `stabil.Session` ends it. Cost: one read of the gradient.
 
     Args:
