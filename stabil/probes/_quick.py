@@ -2,7 +2,7 @@
 
 Where every entry is finite and of a usual size, counts are known, one sum of squares
 holds without scaling, and one shift serves the whole tensor. The check says whether
-that was so; `_reduce` measures the rest.
+that was so; `_twice` measures the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], str]] = {
     "zero": (lambda v, d: (v == 0).astype(jnp.float32), "add"),
 }
 _COMBINE = {"add": lax.add, "min": lax.min, "max": lax.max}
-_START = {"add": 0.0, "min": math.inf, "max": -math.inf}
+START = {"add": 0.0, "min": math.inf, "max": -math.inf}
 
 # What each group of `SUMS` needs.
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -98,22 +98,22 @@ def _terms(x: jax.Array, shift: jax.Array, names: tuple[str, ...]) -> list[jax.A
     return [_OF[name][0](v, v - shift) for name in names]
 
 
-def _reduce(
-    columns: list[jax.Array], names: tuple[str, ...], axes: tuple[int, ...]
+def reduce(
+    columns: list[jax.Array], kinds: tuple[str, ...], axes: tuple[int, ...]
 ) -> list[jax.Array]:
     """All accumulators over the same axes, in one read."""
-    kinds = [_OF[name][1] for name in names]
 
     def combine(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(kinds, left, right, strict=True)
         return [_COMBINE[k](a, b) for k, a, b in pairs]
 
-    start = [jnp.float32(_START[k]) for k in kinds]
+    start = [jnp.float32(START[k]) for k in kinds]
     return lax.reduce(columns, start, combine, axes)
 
 
 def _fold(x: jax.Array, shift: jax.Array, names: tuple[str, ...]) -> list[jax.Array]:
     """Folds a flat tensor, each fold a few entries deep and as wide as can be."""
+    kinds = tuple(_OF[name][1] for name in names)
     folds = 1
     while x.size // FOLD**folds > SHORT:
         folds += 1
@@ -121,31 +121,30 @@ def _fold(x: jax.Array, shift: jax.Array, names: tuple[str, ...]) -> list[jax.Ar
     parts = []
     if body:
         part = _terms(x[:body].reshape(FOLD, -1), shift, names)
-        part = _reduce(part, names, (0,))
+        part = reduce(part, kinds, (0,))
         for _ in range(folds - 1):
-            part = _reduce([p.reshape(FOLD, -1) for p in part], names, (0,))
-        parts.append(_reduce(part, names, (0,)))
+            part = reduce([p.reshape(FOLD, -1) for p in part], kinds, (0,))
+        parts.append(reduce(part, kinds, (0,)))
     if body < x.size:
-        parts.append(_reduce(_terms(x[body:], shift, names), names, (0,)))
+        parts.append(reduce(_terms(x[body:], shift, names), kinds, (0,)))
     if len(parts) == 1:
         return parts[0]
-    return _reduce([jnp.stack(p) for p in zip(*parts, strict=True)], names, (0,))
+    return reduce([jnp.stack(p) for p in zip(*parts, strict=True)], kinds, (0,))
 
 
 def settle(
-    size: int, found: Pass, groups: tuple[str, ...]
+    n: jax.Array, found: Pass, groups: tuple[str, ...]
 ) -> tuple[dict[str, tuple[jax.Array, ...]], jax.Array]:
     """Quantities of a tensor by group, and whether they hold.
 
     Args:
-      size: entries of the tensor.
+      n: entries of the tensor, float32 scalar.
       found: from `run` with the same groups.
       groups: names of `SUMS` that are covered.
     Returns:
       Quantities as `_reduce.settle` would have them, and a bool scalar; where that is
       False they mean nothing.
     """
-    n = jnp.float32(size)
     t = dict(zip(terms_of(groups), found.sums, strict=True))
     top = t["absmax"] if "absmax" in t else jnp.maximum(-t["low"], t["high"])
     square = t["square"] / n

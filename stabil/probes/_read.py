@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stabil.probes import _quick, _reduce, _shards
+from stabil.probes import _quick, _reduce, _shards, _twice
 from stabil.probes._jaxprs import varying
 
 
@@ -39,15 +39,15 @@ class Reading(NamedTuple):
     """What was read of one tensor, before `conclude`.
 
     Attributes:
-      packed: float32 `[width]`, what the quick pass told.
-      usual: bool scalar, whether that holds.
-      sums: float32 `[2 + terms, rows]`, what the careful pass told; zeros where it did
-        not run.
+      told: float32 scalars, finite entries and the quantities of the groups that the
+        quick pass covers; meaningless where it does not run, and empty where it never
+        does.
+      sums: float32 `[2 + terms, rows]`, what the careful pass told where no quick pass
+        runs.
       more: the same of the groups that the quick pass does not cover.
     """
 
-    packed: jax.Array
-    usual: jax.Array
+    told: tuple[jax.Array, ...]
     sums: jax.Array
     more: jax.Array
 
@@ -58,7 +58,7 @@ def read(
     """Reads a tensor where `due` holds or is None.
 
     On a single CPU a quick pass serves a tensor in which nothing is out of the
-    ordinary, and a careful one the rest; elsewhere one careful pass costs no more.
+    ordinary, and two or three more the rest; elsewhere one careful pass costs no more.
     """
     x = as_real(lax.stop_gradient(x))
     alone = _shards.devices() == 1 and not varying(jax.typeof(x))
@@ -70,19 +70,38 @@ def read(
 def _read(
     x: jax.Array, due: jax.Array | None, groups: tuple[str, ...], quick: bool
 ) -> Reading:
-    skip = functools.partial(_skipped, groups=groups)
+    covered, slow = split(groups)
+
+    def careful(x: jax.Array) -> Reading:
+        told = _nothing_told(covered) if quick else ()
+        return Reading(told, _reduce.accumulate(x, covered), _more(x, slow))
+
+    shapes = jax.eval_shape(careful, x)
 
     def on_cpu(x: jax.Array) -> Reading:
-        run = functools.partial(_read_quick, groups=groups)
-        return _in_branch(due, run, skip, x)
+        def run(bits: Bits, n: jax.Array) -> tuple[Any, jax.Array]:
+            return _quick_or_twice(bits, n, covered), _more(bits.tensor(), slow)
+
+        told, more = _in_branch(due, run, x)
+        return Reading(told, jnp.zeros(shapes.sums.shape), more)
 
     def elsewhere(x: jax.Array) -> Reading:
-        run = functools.partial(_read_careful, groups=groups)
-        return run(x) if due is None else lax.cond(due, run, skip, x)
+        if due is None:
+            return careful(x)
+        skipped = functools.partial(jax.tree.map, _nan, shapes)
+        return lax.cond(due, careful, lambda _: skipped(), x)
 
     if not quick:
         return elsewhere(x)
     return lax.platform_dependent(x, cpu=on_cpu, default=elsewhere)
+
+
+def _nan(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.full(like.shape, jnp.nan, jnp.float32)
+
+
+def _nothing_told(groups: tuple[str, ...]) -> tuple[jax.Array, ...]:
+    return (jnp.zeros([], jnp.float32),) * _reduce.width(groups)
 
 
 def split(groups: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -92,111 +111,105 @@ def split(groups: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return quick, (*_reduce.COUNTS, *slow) if slow else ()
 
 
+class Bits(NamedTuple):
+    """A tensor by its bits, unsigned and flat, from which each pass takes it anew."""
+
+    flat: jax.Array
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def tensor(self) -> jax.Array:
+        values = lax.bitcast_convert_type(self.flat, self.dtype)
+        return values.reshape(self.shape)
+
+
 def _in_branch(
-    due: jax.Array | None,
-    run: Callable[[jax.Array], Reading],
-    skip: Callable[[jax.Array], Reading],
-    x: jax.Array,
-) -> Reading:
-    """`run` on a tensor that lies in memory, where `due` holds or is None."""
+    due: jax.Array | None, run: Callable[[Bits, jax.Array], Any], x: jax.Array
+) -> Any:
+    """`run` on a tensor that lies in memory and its size; NaN where it is not due."""
     # Outside of a branch the pass would compute the tensor anew, and be no plain loop.
-    if due is None:
-        due = lax.optimization_barrier(jnp.bool_(True))
+    # And with sizes unknown, tensors of all sizes share what follows a pass.
+    ran = jnp.bool_(True) if due is None else due
+    due, n = lax.optimization_barrier((ran, jnp.float32(x.size)))
     # The branch has bits: what the program makes of the tensor itself stays fused.
-    dtype = x.dtype
-    bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
+    flat = lax.bitcast_convert_type(x.reshape(-1), f"uint{8 * x.dtype.itemsize}")
 
-    def back(bits: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(bits, dtype)
+    def read(flat: jax.Array, n: jax.Array) -> Any:
+        return run(Bits(flat, x.shape, x.dtype), n)
 
-    return lax.cond(due, lambda b: run(back(b)), lambda b: skip(back(b)), bits)
+    shapes = jax.eval_shape(read, flat, n)
+    return lax.cond(due, read, lambda *_: jax.tree.map(_nan, shapes), flat, n)
+
+
+def _quick_or_twice(
+    bits: Bits, n: jax.Array, groups: tuple[str, ...]
+) -> tuple[jax.Array, ...]:
+    found, usual = _quick.settle(n, _quick.run(bits.tensor(), groups), groups)
+
+    def as_told(found: Any, flat: jax.Array) -> tuple[jax.Array, ...]:
+        return (n, *(q for g in groups for q in found[g]))
+
+    def again(found: Any, flat: jax.Array) -> tuple[jax.Array, ...]:
+        finite, parts = _twice.run(bits._replace(flat=flat).tensor(), n, groups)
+        return (finite, *(q for g in groups for q in parts[g]))
+
+    return lax.cond(usual, as_told, again, found, bits.flat)
 
 
 def read_in_rows(x: jax.Array, groups: tuple[str, ...], rows: int) -> Reading:
     """Reads a tensor into sums of `rows + 1` rows, for groups of the quick pass."""
+    none = jnp.zeros([0, 0], jnp.float32)
     careful = functools.partial(_reduce.accumulate_in, groups=groups, rows=rows)
 
     def on_cpu(x: jax.Array) -> Reading:
-        run = functools.partial(_quick_or, careful, groups)
-        shapes = jax.eval_shape(run, x)
-        empty = lambda _: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
-        return _in_branch(None, run, empty, x)
+        run = functools.partial(_quick_or_twice, groups=groups)
+        sums = jnp.zeros(jax.eval_shape(careful, x).shape)
+        return Reading(_in_branch(None, run, x), sums, none)
 
     def elsewhere(x: jax.Array) -> Reading:
-        packed = jnp.zeros([_reduce.width(groups)], jnp.float32)
-        none = jnp.zeros([0, 0], jnp.float32)
-        return Reading(packed, jnp.zeros([], bool), careful(x), none)
+        return Reading(_nothing_told(groups), careful(x), none)
 
     return lax.platform_dependent(x, cpu=on_cpu, default=elsewhere)
 
 
-def _skipped(x: jax.Array, *, groups: tuple[str, ...]) -> Reading:
-    """A reading that comes out as NaN throughout."""
-    shapes = jax.eval_shape(functools.partial(_read_careful, groups=groups), x)
-    packed, _, sums, more = (jnp.full(s.shape, jnp.nan, jnp.float32) for s in shapes)
-    return Reading(packed, jnp.ones([], bool), sums, more)
-
-
-def _read_careful(x: jax.Array, *, groups: tuple[str, ...]) -> Reading:
-    quick, slow = split(groups)
-    packed = jnp.zeros([_reduce.width(quick)], jnp.float32)
-    usual = jnp.zeros([], bool)
-    return Reading(
-        packed, usual, _reduce.accumulate(x, quick), _accumulate_more(x, slow)
-    )
-
-
-def _read_quick(x: jax.Array, *, groups: tuple[str, ...]) -> Reading:
-    quick, slow = split(groups)
-    careful = functools.partial(_reduce.accumulate, groups=quick)
-    found = _quick_or(careful, quick, x)
-    return found._replace(more=_accumulate_more(x, slow))
-
-
-def _quick_or(
-    careful: Callable[[jax.Array], jax.Array], groups: tuple[str, ...], x: jax.Array
-) -> Reading:
-    found, usual = _quick.settle(x.size, _quick.run(x, groups), groups)
-    packed = _reduce.pack(jnp.float32(x.size), found)
-    shape = jax.eval_shape(careful, x).shape
-    sums = lax.cond(usual, lambda _: jnp.zeros(shape, jnp.float32), careful, x)
-    return Reading(packed, usual, sums, jnp.zeros([0, 0], jnp.float32))
-
-
-def _accumulate_more(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
+def _more(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     return _reduce.accumulate(x, groups) if groups else jnp.zeros([0, 0], jnp.float32)
 
 
 def conclude(readings: list[Reading], groups: tuple[str, ...]) -> jax.Array:
     """What was read of several tensors, as packed quantities `[tensors, width]`."""
     quick, slow = split(groups)
-    packed = jnp.stack([r.packed for r in readings])
-    usual = jnp.stack([r.usual for r in readings])
-    sums = _stack_rows([r.sums for r in readings], quick)
-
-    packed = choose(packed, usual, sums, quick)
+    told = [i for i, r in enumerate(readings) if r.told]
+    rest = [i for i, r in enumerate(readings) if not r.told]
+    packed = []
+    if told:
+        columns = zip(*(readings[i].told for i in told), strict=True)
+        found = jnp.stack([jnp.stack(c) for c in columns], axis=1)
+        sums = [readings[i].sums for i in told]
+        packed += [choose(found, sums, functools.partial(settle_alike, groups=quick))]
+    if rest:
+        packed += [settle_alike([readings[i].sums for i in rest], quick)]
+    whole = in_order(packed, [*told, *rest])
     if not slow:
-        return packed
-    n, parts = _reduce.unpack(packed, quick)
+        return whole
+    n, parts = _reduce.unpack(whole, quick)
     more = settle_alike([r.more for r in readings], slow)
     return _reduce.pack(n, {**_reduce.unpack(more, slow)[1], **parts})
 
 
-def choose(
-    packed: jax.Array, usual: jax.Array, sums: jax.Array, groups: tuple[str, ...]
-) -> jax.Array:
-    """`packed` `[tensors, width]` where `usual` holds, else what the sums tell."""
+def choose(told: jax.Array, sums: Any, settle: Callable[[Any], jax.Array]) -> jax.Array:
+    """Packed quantities: `told` where a quick pass runs, `settle(sums)` elsewhere."""
+    return lax.platform_dependent(
+        told, sums, cpu=lambda told, _: told, default=lambda _, sums: settle(sums)
+    )
 
-    def careful(packed: jax.Array, usual: jax.Array, sums: jax.Array) -> jax.Array:
-        return jnp.where(usual[:, None], packed, _reduce.settle(sums, groups))
 
-    def on_cpu(packed: jax.Array, usual: jax.Array, sums: jax.Array) -> jax.Array:
-        as_is = lambda packed, usual, sums: packed  # noqa: E731
-        return lax.cond(jnp.all(usual), as_is, careful, packed, usual, sums)
-
-    if varying(jax.typeof(packed)) or varying(jax.typeof(sums)):
-        return careful(packed, usual, sums)
-    return lax.platform_dependent(packed, usual, sums, cpu=on_cpu, default=careful)
+def in_order(pieces: list[jax.Array], order: list[int]) -> jax.Array:
+    """Rows of several arrays together, where `order` has the place of each."""
+    if len(pieces) == 1:
+        return pieces[0]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return jnp.concatenate(pieces)[jnp.array(back)]
 
 
 def settle_alike(sums: list[jax.Array], groups: tuple[str, ...]) -> jax.Array:
@@ -204,24 +217,11 @@ def settle_alike(sums: list[jax.Array], groups: tuple[str, ...]) -> jax.Array:
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, s in enumerate(sums):
         alike.setdefault(s.shape, []).append(i)
-    order = [i for same in alike.values() for i in same]
     told = [
         _reduce.settle(jnp.stack([sums[i] for i in same]), groups)
         for same in alike.values()
     ]
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return jnp.concatenate(told)[jnp.array(back)]
-
-
-def _stack_rows(sums: list[jax.Array], groups: tuple[str, ...]) -> jax.Array:
-    """Sums of tensors of several numbers of rows, `[tensors, 2 + terms, rows]`."""
-    rows, none = max(s.shape[1] for s in sums), _reduce.no_rows(groups)
-    return jnp.stack(
-        [
-            jnp.concatenate([s, jnp.repeat(none, rows - s.shape[1], 1)], axis=1)
-            for s in sums
-        ]
-    )
+    return in_order(told, [i for same in alike.values() for i in same])
 
 
 def as_real(x: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ class Spread:
         quick, slow = self.parted
         rows = max(ROWS, -(-x.size // _reduce.LONGEST_ROW))
         read = functools.partial(_read_part, groups=quick, rows=rows)
-        out = (self.owner_at + 2 + _reduce.lines(quick) * (rows + 1),)
+        out = (self.owner_at + 1 + _reduce.lines(quick) * (rows + 1),)
 
         def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             more = _reduce.accumulate(x, slow) if slow else jnp.zeros([0, 0])
@@ -95,8 +95,7 @@ class Spread:
                 values = jnp.concatenate([values, more], axis=1)
             told.append(values)
         order = [*whole, *(i for same in by_rows.values() for i in same)]
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return told[0] if len(told) == 1 else jnp.concatenate(told)[jnp.array(back)]
+        return _read.in_order(told, order)
 
     def nothing(self) -> jax.Array:
         """The value of a tensor without entries."""
@@ -156,25 +155,23 @@ def _is_spread(x: jax.Array) -> bool:
 def _read_part(
     axes: tuple[str, ...], cut: tuple[str, ...], x: jax.Array, *, groups: Any, rows: int
 ) -> jax.Array:
-    """What was read of a part of a tensor: packed, usual, owner, sums; flat."""
+    """What was read of a part of a tensor: told, owner, sums; flat."""
     owner = jnp.float32(1 if axes else SAME)
     for axis in axes:
         if axis not in cut:
             owner = jnp.where(lax.axis_index(axis) == 0, owner, 0)
     found = _read.read_in_rows(x, groups, rows)
-    usual = found.usual.astype(jnp.float32)
-    ends = jnp.stack([usual, owner])
-    return jnp.concatenate([found.packed, ends, found.sums.reshape(-1)])
+    return jnp.concatenate([jnp.stack([*found.told, owner]), found.sums.reshape(-1)])
 
 
 def _conclude_parts(
     axes: tuple[str, ...], cut: tuple[str, ...], flat: jax.Array, *, groups: Any
 ) -> jax.Array:
     at, lines = _reduce.width(groups), _reduce.lines(groups)
-    sums = flat[:, at + 2 :].reshape(len(flat), lines, -1)
-    packed, usual = flat[:, :at], flat[:, at] > 0
-    packed = _read.choose(packed, usual, sums, groups)
-    return jnp.concatenate([packed, flat[:, at + 1 : at + 2]], axis=1)
+    sums = flat[:, at + 1 :].reshape(len(flat), lines, -1)
+    settle = functools.partial(_reduce.settle, groups=groups)
+    packed = _read.choose(flat[:, :at], sums, settle)
+    return jnp.concatenate([packed, flat[:, at : at + 1]], axis=1)
 
 
 def _merge_parts(
