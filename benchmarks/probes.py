@@ -1,7 +1,7 @@
 """Cost of probes in a train step, against the same step without them.
 
     python benchmarks/probes.py [--json] [--size demo|wide] [--dtype float32|bfloat16]
-                                [--rounds 11] [--batch 8]
+                                [--rounds 11] [--batch 8] [--forward] [--peers]
 
 The step is forward, backward and AdamW of a decoder: `demo` is 4 layers of width 128
 at sequence 128, `wide` 6 layers of width 384 at sequence 256. Steps of all
@@ -9,6 +9,8 @@ configurations run in turn, round by round; a ratio is the median over rounds of
 configuration's time over that of the plain step in the same round. `noise` is a second
 plain step. Configurations read the places of the default, those with `modules` in
 their name every module's output; `full_backward` is collected around the whole step.
+`--forward` adds rows of the loss alone, against the loss alone; `--peers` the same step
+with other tools, see `probes_peers`.
 Times are CPU seconds of the process where the device is the CPU, wall seconds
 elsewhere. Bytes and temporary memory are XLA's own analysis and do not depend on the
 machine's load; bytes hold branches that are seldom taken. The steps run with host
@@ -28,6 +30,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from probes_peers import measure_peers
 
 from stabil.probes import collect, probe
 
@@ -66,19 +69,22 @@ class Decoder(nn.Module):
         return nn.Dense(VOCABULARY, dtype=self.dtype, name="head")(x)
 
 
+def loss_of(apply: Callable[..., Any], params: Any, tokens: Any, i: Any) -> Any:
+    """The loss, and readings where `apply` has any."""
+    out = apply(params, tokens[:, :-1], i)
+    logits, readings = out if isinstance(out, tuple) else (out, None)
+    logits = logits.astype(jnp.float32)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return each.mean(), readings
+
+
 def step_with(apply: Callable[..., Any]) -> Callable[..., Any]:
     """A train step around `apply(params, tokens, step)`."""
     tx = optax.adamw(1e-3)
 
     def step(params: Any, state: Any, tokens: jax.Array, i: jax.Array) -> Any:
         def loss(params: Any) -> Any:
-            out = apply(params, tokens[:, :-1], i)
-            logits, readings = out if isinstance(out, tuple) else (out, None)
-            logits = logits.astype(jnp.float32)
-            each = optax.softmax_cross_entropy_with_integer_labels(
-                logits, tokens[:, 1:]
-            )
-            return each.mean(), readings
+            return loss_of(apply, params, tokens, i)
 
         (value, readings), grads = jax.value_and_grad(loss, has_aux=True)(params)
         updates, state = tx.update(grads, state, params)
@@ -87,7 +93,16 @@ def step_with(apply: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def configurations(model: Decoder) -> dict[str, Callable[..., Any]]:
+def loss_with(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss alone around `apply(params, tokens, step)`."""
+
+    def forward(params: Any, state: Any, tokens: jax.Array, i: jax.Array) -> Any:
+        return loss_of(apply, params, tokens, i)
+
+    return forward
+
+
+def configurations(model: Decoder, forward: bool) -> dict[str, Callable[..., Any]]:
     """Train steps by name."""
 
     def plain(p: Any, x: jax.Array, i: jax.Array) -> Any:
@@ -99,6 +114,12 @@ def configurations(model: Decoder) -> dict[str, Callable[..., Any]]:
 
     both = dict(stats="all", backward=True)
     every = dict(where="**")
+    alone = {
+        "forward_plain": loss_with(plain),
+        "forward_minimal": loss_with(probed()),
+        "forward_full": loss_with(probed(stats="all")),
+        "forward_full_every_10": loss_with(probed(stats="all", every=10)),
+    }
     return {
         "plain": step_with(plain),
         "noise": step_with(lambda p, x, i: model.apply(p, x)),
@@ -109,11 +130,14 @@ def configurations(model: Decoder) -> dict[str, Callable[..., Any]]:
         "full_modules": step_with(probed(**every, stats="all")),
         "full_modules_every_10": step_with(probed(**every, stats="all", every=10)),
         "full_backward": collect(step_with(probed(**both)), **both),
+        **(alone if forward else {}),
     }
 
 
-def measure(size: str, dtype: str, rounds: int, batch: int) -> dict[str, Any]:
-    """Times, bytes and compile times of every configuration."""
+def measure(
+    size: str, dtype: str, rounds: int, batch: int, forward: bool, peers: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Times, bytes and compile times of every configuration, and peers."""
     layers, width, length = SIZES[size]
     model = Decoder(layers, width, jnp.dtype(dtype))
     shape = (batch, length + 1)
@@ -126,7 +150,7 @@ def measure(size: str, dtype: str, rounds: int, batch: int) -> dict[str, Any]:
     jax.jit(step_with(lambda p, x, i: model.apply(p, x))).lower(
         params, state, tokens, jnp.int32(0)
     ).compile()  # what is compiled first pays for what is compiled once
-    for name, step in configurations(model).items():
+    for name, step in configurations(model, forward).items():
         start = clock()
         lowered = jax.jit(step).lower(params, state, tokens, jnp.int32(0))
         compiled[name] = lowered.compile()
@@ -146,11 +170,22 @@ def measure(size: str, dtype: str, rounds: int, batch: int) -> dict[str, Any]:
                 times[name].append(clock() - start)
     for name, r in result.items():
         # The first two rounds warm up; of every 10 steps of a cadence one is due.
-        pairs = list(zip(times[name], times["plain"], strict=True))[2:]
+        base = "forward_plain" if name.startswith("forward") else "plain"
+        pairs = list(zip(times[name], times[base], strict=True))[2:]
         r["step_ratio"] = statistics.median(a / b for a, b in pairs)
-        r["bytes_ratio"] = r["bytes_accessed"] / result["plain"]["bytes_accessed"]
-        r["compile_ratio"] = r["compile_seconds"] / result["plain"]["compile_seconds"]
-    return result
+        r["bytes_ratio"] = r["bytes_accessed"] / result[base]["bytes_accessed"]
+        r["compile_ratio"] = r["compile_seconds"] / result[base]["compile_seconds"]
+    if not peers:
+        return result, {}
+    others = measure_peers(
+        step_with(lambda p, x, i: model.apply(p, x)),
+        (params, state, tokens, jnp.int32(0)),
+        rounds,
+        clock,
+        **dict(layers=layers, width=width, length=length, batch=batch),
+        **dict(vocabulary=VOCABULARY, dtype=dtype),
+    )
+    return result, others
 
 
 def main() -> None:
@@ -161,8 +196,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--forward", action="store_true", help="the loss alone too")
+    parser.add_argument("--peers", action="store_true", help="other tools too")
     args = parser.parse_args()
-    found = measure(args.size, args.dtype, args.rounds, args.batch)
+    found, peers = measure(
+        args.size, args.dtype, args.rounds, args.batch, args.forward, args.peers
+    )
 
     def ratio(name: str) -> float:
         return found[name]["step_ratio"]
@@ -185,6 +224,7 @@ def main() -> None:
     whole = {
         "summary": summary,
         "configurations": found,
+        "peers": peers,
         "size": args.size,
         "dtype": args.dtype,
         "device": jax.devices()[0].device_kind,
@@ -196,6 +236,8 @@ def main() -> None:
     for name, r in found.items():
         ratios = "  ".join(f"{k} {r[f'{k}_ratio']:.3f}" for k in kinds)
         print(f"{name:22} {ratios}  temp {r['temporary_bytes'] / 1e6:.1f} MB")
+    for name, r in peers.items():
+        print(f"{name:26} {r.get('note') or format(r['step_ratio'], '.3f')}")
     print(json.dumps(summary, indent=1))
 
 
