@@ -6,9 +6,8 @@ import dataclasses
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 
-from stabil.probes import _collect, _default, _select
+from stabil.probes import _default, _due, _program, _select
 from stabil.vocabulary import Controls, Readings
 
 
@@ -61,9 +60,7 @@ class Probe:
         """
         if self.every == 1:
             return self
-        due = jnp.asarray(step) % self.every == 0
-        if controls is not None:
-            due |= controls.probe_level >= 1
+        due = _due.is_due(self.every, step, controls)
         return dataclasses.replace(self, due=due)
 
     def off(self) -> Self:
@@ -88,7 +85,7 @@ class Probe:
         return not self.patterns or _select.selected(self.patterns, *names, kind=kind)
 
     def read(
-        self, program: _collect.Program, places: _default.Places, root: str
+        self, program: _program.Program, places: _default.Places, root: str
     ) -> tuple[Any, Readings]:
         """Runs a traced model, and reads the places that were asked for."""
         if self.patterns:
@@ -96,7 +93,7 @@ class Probe:
         else:
             jaxpr = program.closed.jaxpr
             patterns = _default.default_places(places, root, jaxpr)
-        return _collect.read(
+        return _program.read(
             program,
             patterns,
             self.statistics,
@@ -112,9 +109,8 @@ class Probe:
         Raises:
           ValueError: `every` is above 1 and this probe came not from `at`.
         """
-        if self.every > 1 and self.due is None:
-            raise ValueError(
-                f"needed the step number for every={self.every}, got none; write "
-                "probed.at(step) in place of probed, for example "
-                "probed.at(step, session.controls).apply(variables, x)"
-            )
+        _due.check_due(
+            self.every,
+            self.due,
+            "probed.at(step, session.controls).apply(variables, x)",
+        )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stabil.probes import _collect
+from stabil.probes import _program
 from stabil.probes._jaxprs import jaxprs_in, open_jaxpr
 
 Places = Mapping[tuple[str, ...], type]
@@ -25,7 +25,7 @@ def default_places(places: Places, root: str, jaxpr: Any) -> tuple[str, ...]:
       root: path of the root.
       jaxpr: the traced model.
     """
-    taps = {names[0]: names[-1] for names in _collect.names_in(jaxpr)}
+    taps = {names[0]: names[-1] for names in _program.names_in(jaxpr)}
     inner = {n[-1]: kind for n, kind in places.items() if n[-1] != root}
     siblings: dict[Any, list[str]] = {}
     for path, kind in inner.items():
@@ -54,7 +54,7 @@ def _in_scans(jaxpr: Any) -> set[str]:
     for eqn in open_jaxpr(jaxpr).eqns:
         for inner in jaxprs_in(eqn.params):
             if eqn.primitive.name == "scan":
-                found |= {names[0] for names in _collect.names_in(inner)}
+                found |= {names[0] for names in _program.names_in(inner)}
             else:
                 found |= _in_scans(inner)
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from stabil.probes import _collect
+from stabil.probes import _program
 from stabil.probes._bridge import nnx_inside
 from stabil.probes._cadence import Probe
 from stabil.probes._tap import FORWARD, PLACE, inside_module, tap_tree
@@ -57,12 +57,12 @@ class LinenProbe(Probe):
 
         seen = _Seen(self)
         with seen:
-            program = _collect.trace(run)
-        if _collect.shares_a_trace(program.closed.jaxpr):
+            program = _program.trace(run)
+        if _program.shares_a_trace(program.closed.jaxpr):
             # Equal modules under `nn.jit` were traced once, under one name.
             seen = _Seen(self, apart=True)
             with seen:
-                program = _collect.trace(run)
+                program = _program.trace(run)
         return self.read(program, seen.places, seen.root)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from stabil.probes import _collect
+from stabil.probes import _program
 from stabil.probes._cadence import Probe
 from stabil.probes._tap import FORWARD, PLACE, inside_module, tap_tree
 from stabil.vocabulary import Readings
@@ -59,7 +59,7 @@ class NnxProbe(Probe):
             with seen.watching(model):
                 return model(*args, **kwargs)
 
-        program = _collect.trace(lambda: copies.run(lambda all_: call(*all_)))
+        program = _program.trace(lambda: copies.run(lambda all_: call(*all_)))
         root = type(self.model).__name__
         (out, new), readings = self.read(program, seen.places, root)
         copies.update(new)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import flax.linen as nn
 
-from stabil.probes import _select, _statistics
+from stabil.probes import _due, _select, _statistics
 from stabil.probes._linen import LinenProbe
 
 if TYPE_CHECKING:
@@ -116,11 +116,7 @@ def probe(
     ):
         if not isinstance(value, bool):
             raise TypeError(f"needed `{name}` as True or False, got {value!r}")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"needed `every` as a number of steps from 1 on, got {every!r}; write for "
-            "example every=10 and probed.at(step) in the train step"
-        )
+    _due.check_every(every, "probed")
     options = (
         () if where is None else _select.as_choice(where),
         _statistics.columns(stats),

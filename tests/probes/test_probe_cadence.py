@@ -1,11 +1,14 @@
 """A probe that is switched, by value or by program."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from stabil import probe
+from stabil import collect, probe, tap
 from stabil.vocabulary import Controls
 
 
@@ -32,16 +35,37 @@ def test_the_level_switches_without_a_new_trace(rng):
     probed, traces = probe(nn.Dense(2), stats="absmax", every=10), []
     params = probed.init(jax.random.key(0), x)
 
+    collected = collect(lambda x: tap(3 * x, "y"), stats="absmax", every=10)
+
     @jax.jit
     def run(i, controls):
         traces.append(i)
-        return probed.at(i, controls).apply(params, x)[1]["absmax"]
+        seen = probed.at(i, controls).apply(params, x)[1]["absmax"]
+        return jnp.concatenate([seen, collected.at(i, controls)(x)[1]["absmax"]])
 
     calm = Controls.untouched()
     asked = calm._replace(probe_level=jnp.int32(1))
     read = [
-        not np.isnan(run(jnp.int32(i), c)).any()
+        tuple(~np.isnan(run(jnp.int32(i), c)))
         for i, c in ((0, calm), (3, calm), (3, asked), (4, calm))
     ]
-    assert read == [True, False, True, False]
+    assert read == [(True,) * 2, (False,) * 2, (True,) * 2, (False,) * 2]
     assert len(traces) == 1
+
+
+def test_collecting_with_a_cadence_needs_the_step():
+    collected = collect(lambda x: tap(3 * x, "y"), every=10)
+    text = (
+        "needed the step number for every=10, got none; write collected.at(step) in "
+        "place of collected, for example collected.at(step, session.controls)(batch)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        collected(jnp.ones(3))
+    text = (
+        "needed `every` as a number of steps from 1 on, got 0; write for example "
+        "every=10 and collected.at(step) in the train step"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        collect(jnp.sin, every=0)
+    out, readings = jax.eval_shape(collected.off(), jnp.ones(3))
+    assert out.shape == (3,) and readings.names == ("y",)
