@@ -232,6 +232,7 @@ def _loss(apply, variables, x):
     return jnp.sum(jnp.square(y)), readings
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", list(MODELS))
 def test_rows_and_bits_through_every_wrapper(name):
     model, names = MODELS[name]
@@ -293,6 +294,7 @@ def test_layers_of_a_scan_are_told_apart():
     assert "layers/block/up[0]" not in bad
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("dtype", "wrap"),
     [

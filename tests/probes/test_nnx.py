@@ -101,6 +101,7 @@ def assert_same(got, want):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", list(MODELS), ids=lambda m: m.__name__)
 def test_rows_bits_and_state(kind):
     traces = []

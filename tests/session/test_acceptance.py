@@ -237,6 +237,7 @@ def test_a_killed_monitor_never_kills_the_training_and_recovers(tmp_path, params
     assert session.summary()["lost_alerts"] == 1 and len(inbox.texts) == 2
 
 
+@pytest.mark.bits
 def test_the_default_policy_leaves_a_healthy_run_bit_equal(tmp_path, params):
     with Keeper(tmp_path / "ck", save_every=80) as keeper:
         protected, session = train(tmp_path, params, 200, keeper)

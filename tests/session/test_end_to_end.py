@@ -91,6 +91,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y, strict=True)
 
 
+@pytest.mark.bits
 def test_a_healthy_run_is_bit_equal_to_a_bare_loop(tmp_path):
     state, summary, tags = run(tmp_path, batch_for_step)
     assert_same(state, reference(batch_for_step))

@@ -185,6 +185,7 @@ def test_works_in_scan_and_vmap():
         assert bad.tolist() == [0, 0, 0, 1, 0, 0]
 
 
+@pytest.mark.bits
 def test_an_idle_schedule_leaves_training_bit_equal():
     tx = optax.adamw(1e-2)
     schedule = (fault(step=10_000), fault(place="loss", step=10_000))

@@ -29,6 +29,7 @@ def scales(extra, inner=None, **options):
     return -np.asarray(updates)[:, 0], state
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "inner", [optax.adamw(1e-2), optax.sgd(0.1, momentum=0.9)], ids=["adamw", "sgd"]
 )

@@ -142,6 +142,7 @@ IDLE = {
 }
 
 
+@pytest.mark.bits
 def test_an_idle_rule_leaves_the_training_bit_identical(rng):
     """Ten steps of AdamW, compiled with and without each rule."""
     params = {"w": jnp.asarray(rng.normal(size=(17, 13)), jnp.float32)}

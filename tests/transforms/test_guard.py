@@ -199,6 +199,7 @@ def _assert_idle(state, plain, guarded):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "name",
     [
@@ -228,6 +229,7 @@ def test_idle_guard_is_bit_equal_over_200_steps(name):
     _assert_idle(state, plain, (updates, state.inner_state))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("with_controls", [True, False])
 @pytest.mark.parametrize("name", ["adam", "adamw", "lion"])
 def test_idle_guard_is_bit_equal_in_a_whole_train_step(name, with_controls):

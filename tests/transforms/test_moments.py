@@ -157,6 +157,7 @@ def _floating(x):
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+@pytest.mark.bits
 def test_idle_restart_is_bit_identical_even_around_nan():
     state = ADAM.init(PARAMS)
     state = jax.tree.map(lambda x: x * jnp.nan if _floating(x) else x, state)

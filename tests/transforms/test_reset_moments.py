@@ -89,6 +89,7 @@ def check_idle(pair):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "inner",
     [
