@@ -95,7 +95,13 @@ def as_index(high: jax.Array, low: jax.Array) -> jax.Array:
     )
 
 
-FIRST_BAD = Sums((Term(_first_bad_column, "min"), _SIZE), _settle_bad, _merge_bad, 4)
+FIRST_BAD = Sums(
+    (Term(_first_bad_column, "min"), _SIZE), _settle_bad, _merge_bad, 4, placed=True
+)
 LARGEST_AT = Sums(
-    (Term(_magnitude_and_column, "max"), _SIZE), _settle_largest, _merge_largest, 5
+    (Term(_magnitude_and_column, "max"), _SIZE),
+    _settle_largest,
+    _merge_largest,
+    5,
+    placed=True,
 )

@@ -81,7 +81,8 @@ def probe(
         `apply` reads them, as `block_0/mlp@grad`.
       per_device: whether to return `Readings.shards` too: the statistics of what each
         device holds, at no collective, for the comparison of replicas. Indices of
-        entries and quantiles are there those of the whole tensor.
+        entries are there those of the whole tensor; to find them, some more
+        collectives are run for each sharded tensor.
     Returns:
       For Linen an object with `apply`, `init` and `model`; for NNX one to call.
     Raises:

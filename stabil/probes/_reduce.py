@@ -52,12 +52,15 @@ def accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     # reshape of the whole would have to move data, and is refused.
     rows = jax.shard_map(
         lambda shard: _local_sums(shard, groups),
+        mesh=jax.typeof(x).sharding.mesh,
         in_specs=jax.typeof(x).sharding.spec,
         out_specs=jax.P(None, axes),
         axis_names=set(axes),
         check_vma=False,
     )(x)
-    return _replicated(rows)
+    reshard = getattr(jax, "reshard", None) or jax.sharding.reshard
+    everywhere = jax.P(*(None,) * rows.ndim)
+    return reshard(rows, jax.NamedSharding(jax.typeof(x).sharding.mesh, everywhere))
 
 
 def _explicit_axes(x: jax.Array) -> tuple[str, ...]:
@@ -66,11 +69,6 @@ def _explicit_axes(x: jax.Array) -> tuple[str, ...]:
     spec = () if sharding is None else sharding.spec
     parts = [(s,) if isinstance(s, str) else s for s in spec if s is not None]
     return tuple(axis for part in parts for axis in part)
-
-
-def _replicated(x: jax.Array) -> jax.Array:
-    reshard = getattr(jax, "reshard", None) or jax.sharding.reshard
-    return reshard(x, jax.P(*(None,) * x.ndim))
 
 
 def _local_sums(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:

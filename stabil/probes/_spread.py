@@ -1,9 +1,8 @@
 """Readings of tensors that may be spread over devices, and their one gathering.
 
-A value is what is known of one tensor on one device: the packed quantities of the
-groups that the quick pass covers, whether this device is the first of those that hold
-the same part (1, 0, or `SAME`), and the packed quantities of the other groups, of the
-whole tensor.
+A value is what is known of one tensor on one device: the packed quantities of what the
+device holds, whether it is the first of those that hold the same part (1, 0, or
+`SAME`), and the packed quantities of the groups that tell places, of the whole tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from jax import lax
 
 from stabil.probes import _read, _reduce, _shards
 from stabil.probes._jaxprs import varying
+from stabil.probes._sums import SUMS
 
 SAME = 2.0  # in place of 1 and 0: every device has the value of the whole
 ROWS = 512  # of a part of a tensor, whatever its size
@@ -37,7 +37,10 @@ class Spread:
 
     @property
     def parted(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return _read.split(self.groups)
+        """Groups of what a device holds, and of the whole tensor."""
+        local = tuple(g for g in self.groups if not SUMS[g].placed)
+        placed = tuple(g for g in self.groups if SUMS[g].placed)
+        return local, (*_reduce.COUNTS, *placed) if placed else ()
 
     @property
     def owner_at(self) -> int:
@@ -50,13 +53,16 @@ class Spread:
         x = _read.as_real(lax.stop_gradient(x))
         if not _is_spread(x):
             return _read.read(x, self.groups, self.due)
-        quick, slow = self.parted
+        local, placed = self.parted
         rows = max(ROWS, -(-x.size // _reduce.LONGEST_ROW))
-        read = functools.partial(_read_part, groups=quick, rows=rows)
-        out = (self.owner_at + 1 + _reduce.lines(quick) * (rows + 1),)
+        read = functools.partial(_read_part, groups=local, rows=rows)
+        quick, slow = _read.split(local)
+        more = _reduce.width(slow) if slow else 0
+        before = _reduce.width(quick) + 1 + more
+        out = (before + _reduce.lines(quick) * (rows + 1),)
 
         def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            more = _reduce.accumulate(x, slow) if slow else jnp.zeros([0, 0])
+            more = _reduce.accumulate(x, placed) if placed else jnp.zeros([0, 0])
             return _shards.on_shards(read, x, out=out), more
 
         if self.due is None:
@@ -74,24 +80,26 @@ class Spread:
             return jnp.full_like(values, jnp.nan)
         whole = [i for i, f in enumerate(found) if isinstance(f, _read.Reading)]
         parts = [i for i, f in enumerate(found) if not isinstance(f, _read.Reading)]
-        quick, slow = self.parted
+        local, placed = self.parted
         told: list[jax.Array] = []
         if whole:
             packed = _read.conclude([found[i] for i in whole], self.groups)
             n, q = _reduce.unpack(packed, self.groups)
             own = jnp.full_like(n, SAME)[:, None]
-            sides = [_reduce.pack(n, {g: q[g] for g in s}) for s in (quick, slow) if s]
+            sides = [
+                _reduce.pack(n, {g: q[g] for g in s}) for s in (local, placed) if s
+            ]
             told += [jnp.concatenate([sides[0], own, *sides[1:]], axis=1)]
         by_rows: dict[int, list[int]] = {}
         for i in parts:
             by_rows.setdefault(found[i][0].shape[0], []).append(i)
         for same in by_rows.values():
             stack = jnp.stack([found[i][0] for i in same])
-            conclude = functools.partial(_conclude_parts, groups=quick)
+            conclude = functools.partial(_conclude_parts, groups=local)
             out = (len(same), self.owner_at + 1)
             values = _shards.on_shards(conclude, stack, out=out)
-            if slow:
-                more = _read.settle_alike([found[i][1] for i in same], slow)
+            if placed:
+                more = _read.settle_alike([found[i][1] for i in same], placed)
                 values = jnp.concatenate([values, more], axis=1)
             told.append(values)
         order = [*whole, *(i for same in by_rows.values() for i in same)]
@@ -99,19 +107,19 @@ class Spread:
 
     def nothing(self) -> jax.Array:
         """The value of a tensor without entries."""
-        quick, slow = self.parted
-        more = [_reduce.nothing(slow)] if slow else []
-        return jnp.concatenate([_reduce.nothing(quick), jnp.full([1], SAME), *more])
+        local, placed = self.parted
+        more = [_reduce.nothing(placed)] if placed else []
+        return jnp.concatenate([_reduce.nothing(local), jnp.full([1], SAME), *more])
 
     def merge(self, values: jax.Array) -> jax.Array:
         """From the values `[parts, ..., width]` of parts of a tensor to the whole's."""
-        quick, slow = self.parted
+        local, placed = self.parted
         at = self.owner_at
-        one = _reduce.merge_packed(values[..., :at], quick)
+        one = _reduce.merge_packed(values[..., :at], local)
         own = jnp.max(values[..., at : at + 1], axis=0)
-        if not slow:
+        if not placed:
             return jnp.concatenate([one, own], axis=-1)
-        more = _reduce.merge_packed(values[..., at + 1 :], slow)
+        more = _reduce.merge_packed(values[..., at + 1 :], placed)
         return jnp.concatenate([one, own, more], axis=-1)
 
     def gather(
@@ -134,11 +142,11 @@ class Spread:
         return told[0], self._packed(_shards.stack_shards(values, mesh))
 
     def _packed(self, values: jax.Array) -> jax.Array:
-        quick, slow = self.parted
+        local, placed = self.parted
         at = self.owner_at
-        n, parts = _reduce.unpack(values[..., :at], quick)
-        if slow:
-            parts = {**parts, **_reduce.unpack(values[..., at + 1 :], slow)[1]}
+        n, parts = _reduce.unpack(values[..., :at], local)
+        if placed:
+            parts = {**parts, **_reduce.unpack(values[..., at + 1 :], placed)[1]}
         return _reduce.pack(n, parts)
 
 
@@ -155,22 +163,29 @@ def _is_spread(x: jax.Array) -> bool:
 def _read_part(
     axes: tuple[str, ...], cut: tuple[str, ...], x: jax.Array, *, groups: Any, rows: int
 ) -> jax.Array:
-    """What was read of a part of a tensor: told, owner, sums; flat."""
+    """What was read of a part: told, owner, of other groups, sums; flat."""
     owner = jnp.float32(1 if axes else SAME)
     for axis in axes:
         if axis not in cut:
             owner = jnp.where(lax.axis_index(axis) == 0, owner, 0)
-    found = _read.read_in_rows(x, groups, rows)
-    return jnp.concatenate([jnp.stack([*found.told, owner]), found.sums.reshape(-1)])
+    quick, slow = _read.split(groups)
+    found = _read.read_in_rows(x, quick, rows)
+    more = [_reduce.settle(_reduce.accumulate(x, slow)[None], slow)[0]] if slow else []
+    told = jnp.stack([*found.told, owner])
+    return jnp.concatenate([told, *more, found.sums.reshape(-1)])
 
 
 def _conclude_parts(
     axes: tuple[str, ...], cut: tuple[str, ...], flat: jax.Array, *, groups: Any
 ) -> jax.Array:
-    at, lines = _reduce.width(groups), _reduce.lines(groups)
-    sums = flat[:, at + 1 :].reshape(len(flat), lines, -1)
-    settle = functools.partial(_reduce.settle, groups=groups)
-    packed = _read.choose(flat[:, :at], sums, settle)
+    quick, slow = _read.split(groups)
+    at, lines = _reduce.width(quick), _reduce.lines(quick)
+    end = at + 1 + (_reduce.width(slow) if slow else 0)
+    sums = flat[:, end:].reshape(len(flat), lines, -1)
+    settle = functools.partial(_reduce.settle, groups=quick)
+    n, parts = _reduce.unpack(_read.choose(flat[:, :at], sums, settle), quick)
+    more = _reduce.unpack(flat[:, at + 1 : end], slow)[1] if slow else {}
+    packed = _reduce.pack(n, {**more, **parts})
     return jnp.concatenate([packed, flat[:, at : at + 1]], axis=1)
 
 

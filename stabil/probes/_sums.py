@@ -84,6 +84,7 @@ class Sums:
       wide: how many of `width` are one vector, the last quantity `[..., wide]`.
       sampled: whether `settle` is told lines of a sample `[rows]` in place of terms,
         and makes of them the quantities of the whole tensor.
+      placed: whether the quantities tell where in the whole tensor an entry is.
     """
 
     terms: tuple[Term, ...]
@@ -93,6 +94,7 @@ class Sums:
     shifted: bool = False
     wide: int = 0
     sampled: bool = False
+    placed: bool = False
 
 
 def _keep(row: Row, sums: Quantities) -> Quantities:

@@ -33,7 +33,8 @@ def test_sharded_programs_have_one_more_collective(rng, kind):
     x = rng.normal(size=(32, 16)).astype(np.float32)
     x[17, 3] = np.nan
     step = jax.value_and_grad(_model)
-    seen = collect(step, stats="all", backward=True, per_device=True)
+    stats = ("all", "kurtosis", "q99")
+    seen = collect(step, stats=stats, backward=True, per_device=True)
     whole, want = jax.jit(seen)(jnp.asarray(w), jnp.asarray(x))
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     args = (
