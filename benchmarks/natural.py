@@ -149,21 +149,28 @@ def summary(tables: dict[str, Any], swept: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(path: str, result: dict[str, Any], curves: dict[str, Any]) -> None:
-    """Training losses of the first seed by setting, and final loss over the rates."""
+    """Training losses of the first seed, means of nine steps; final loss by rate."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * (len(curves) + 1), 4), layout="constrained")
     axes = figure.subplots(1, len(curves) + 1, squeeze=False)[0]
     for ax, (name, rows) in zip(axes, curves.items(), strict=False):
         for method, losses in rows.items():
-            ax.plot(losses[0], label=method, linewidth=0.8)
-        ax.set(title=name, xlabel="step", ylabel="training loss, first seed")
+            smooth = np.convolve(losses[0], np.full(9, 1 / 9), "valid")
+            ax.plot(smooth, label=method, linewidth=_width(method))
+        ax.set(title=name, xlabel="step run", ylabel="training loss, first seed")
     for method, row in result["rates"].items():
         means = np.minimum(row["final_by_rate"], INITIAL).mean(axis=1)
-        axes[-1].plot(runs.RATES, means, marker="o", markersize=3, label=method)
+        axes[-1].plot(runs.RATES, means, ".-", label=method, linewidth=_width(method))
     axes[-1].set(xscale="log", title="rates", xlabel="learning rate", ylabel="final")
+    axes[-1].set_xticks(runs.RATES, [f"{rate:g}" for rate in runs.RATES])
+    axes[-1].minorticks_off()
     axes[-1].legend(fontsize=7)
     figure.savefig(path, dpi=120)
+
+
+def _width(method: str) -> float:
+    return 1.8 if method == SESSION else 0.8
 
 
 def show(result: dict[str, Any]) -> None:
