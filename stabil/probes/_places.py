@@ -5,6 +5,8 @@ A float32 holds whole numbers up to 2**24 exactly, so an index travels as two of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -93,6 +95,28 @@ def as_index(high: jax.Array, low: jax.Array) -> jax.Array:
     return jnp.where(
         (high >= 0) & (index < NOWHERE), index.astype(jnp.float32), jnp.nan
     )
+
+
+def within(
+    parts: Quantities, whole: Callable[[jax.Array], jax.Array], size: int
+) -> Quantities:
+    """Quantities of a device's part of a tensor, with places in the whole of it.
+
+    Args:
+      parts: as `FIRST_BAD` and `LARGEST_AT` settle them.
+      whole: from flat indices in the part to those in the whole.
+      size: entries of the whole.
+    """
+    *magnitude, high, low, _, _ = parts
+    index = _join(high, low)
+    some = index < NOWHERE
+    index = jnp.where(some, whole(jnp.where(some, index, 0)), NOWHERE)
+    return *magnitude, *_split(index), *_split(jnp.full_like(index, size))
+
+
+def side_by_side(parts: Quantities) -> Quantities:
+    """What `within` told, so that merging keeps the places as they are."""
+    return *parts[:-2], *map(jnp.zeros_like, parts[-2:])
 
 
 FIRST_BAD = Sums(

@@ -80,9 +80,8 @@ def probe(
         taken: `stabil.collect(grad_fn, backward=True)` around a function that calls
         `apply` reads them, as `block_0/mlp@grad`.
       per_device: whether to return `Readings.shards` too: the statistics of what each
-        device holds, at no collective, for the comparison of replicas. Indices of
-        entries are there those of the whole tensor; to find them, some more
-        collectives are run for each sharded tensor.
+        device holds, at no collective, for the comparison of replicas. Indices are
+        those in the whole tensor of what the device holds.
     Returns:
       For Linen an object with `apply`, `init` and `model`; for NNX one to call.
     Raises:

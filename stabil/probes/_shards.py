@@ -8,18 +8,22 @@ all places together cost one collective, at the end, and none per device.
 from __future__ import annotations
 
 import functools
+import math
 import string
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# Of a function on shards: mesh axes, those that the first argument is cut along, and
-# the arguments.
-OnShard = Callable[..., jax.Array]
+# For each dimension of a tensor, the mesh axes that it is cut along.
+Cut = tuple[tuple[str, ...], ...]
+# Of a function on shards: mesh axes, the cut of the argument, and the argument.
+OnShard = Callable[[tuple[str, ...], Cut, jax.Array], jax.Array]
 
 
 def devices() -> int:
@@ -42,7 +46,8 @@ def on_shards(fn: OnShard, x: jax.Array, *, out: tuple[int, ...]) -> jax.Array:
 
     Args:
       fn: pure, and without arrays that it closes over; `axes` are the names of the
-        mesh's axes and `cut` those along which `x` is cut, both empty on one device.
+        mesh's axes and `cut` those along which each dimension of `x` is cut, all empty
+        on one device.
       x: an array.
       out: shape of the result on a device, float32.
     """
@@ -51,7 +56,7 @@ def on_shards(fn: OnShard, x: jax.Array, *, out: tuple[int, ...]) -> jax.Array:
         return _in_explicit_mesh(fn, x, mesh, P())
 
     def whole(x: jax.Array) -> jax.Array:
-        return fn((), (), x)
+        return fn((), ((),) * x.ndim, x)
 
     cut_up = custom_partitioning(whole)
     cut_up.def_partition(
@@ -64,6 +69,28 @@ def on_shards(fn: OnShard, x: jax.Array, *, out: tuple[int, ...]) -> jax.Array:
     return call(x)
 
 
+def in_whole(index: jax.Array, shape: tuple[int, ...], cut: Cut) -> jax.Array:
+    """From flat indices in a device's part of a tensor to those in the whole.
+
+    Args:
+      index: int32, of any shape.
+      shape: of the part.
+      cut: as `on_shards` has it.
+    """
+    told, stride = jnp.zeros_like(index), 1
+    for part, axes in zip(reversed(shape), reversed(cut), strict=True):
+        turn = lax.axis_index(axes) if axes else 0
+        told += stride * (index % part + turn * part)
+        index //= part
+        stride *= part * parts_of((axes,))
+    return told
+
+
+def parts_of(cut: Cut) -> int:
+    """In how many parts a tensor is cut."""
+    return math.prod(lax.axis_size(axis) for axes in cut for axis in axes)
+
+
 def stack_shards(x: jax.Array, mesh: Any) -> jax.Array:
     """What each device has of a result of `on_shards`, `[devices, ...]`, left there."""
     ends = P(tuple(mesh.axis_names))
@@ -72,7 +99,7 @@ def stack_shards(x: jax.Array, mesh: Any) -> jax.Array:
 
 def _in_explicit_mesh(fn: OnShard, x: jax.Array, mesh: Any, ends: Any) -> jax.Array:
     spec, axes = jax.typeof(x).sharding.spec, tuple(mesh.axis_names)
-    run = functools.partial(fn, axes, _axes_in(spec))
+    run = functools.partial(fn, axes, _cut(spec, x.ndim))
     # Not checked: the results differ, whatever their type says.
     return jax.shard_map(
         run, mesh=mesh, in_specs=spec, out_specs=ends, check_vma=False
@@ -81,7 +108,8 @@ def _in_explicit_mesh(fn: OnShard, x: jax.Array, mesh: Any, ends: Any) -> jax.Ar
 
 def _partition(fn: OnShard, mesh: Any, args: Any, result: Any) -> Any:
     sharding = args[0].sharding
-    run = functools.partial(fn, tuple(mesh.axis_names), _axes_in(sharding.spec))
+    cut = _cut(sharding.spec, len(args[0].shape))
+    run = functools.partial(fn, tuple(mesh.axis_names), cut)
     return mesh, run, _everywhere(mesh, args, result), (sharding,)
 
 
@@ -89,9 +117,9 @@ def _everywhere(mesh: Any, args: Any, result: Any) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def _axes_in(spec: Any) -> tuple[str, ...]:
-    parts = [(s,) if isinstance(s, str) else s for s in spec if s is not None]
-    return tuple(axis for part in parts for axis in part)
+def _cut(spec: Any, ndim: int) -> Cut:
+    parts = [(s,) if isinstance(s, str) else tuple(s or ()) for s in spec]
+    return *parts, *((),) * (ndim - len(parts))
 
 
 def _no_relation(inner: int, outer: int) -> str:

@@ -84,7 +84,8 @@ class Sums:
       wide: how many of `width` are one vector, the last quantity `[..., wide]`.
       sampled: whether `settle` is told lines of a sample `[rows]` in place of terms,
         and makes of them the quantities of the whole tensor.
-      placed: whether the quantities tell where in the whole tensor an entry is.
+      placed: whether the quantities tell where in the whole tensor an entry is; the
+        last two are then its size, as `_places` has it.
     """
 
     terms: tuple[Term, ...]

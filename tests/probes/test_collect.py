@@ -204,16 +204,20 @@ def test_sharded_tensors_are_told_whole(rng, kind, spec):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     x = rng.normal(size=(8, 4, 96)).astype(np.float32) + 5
     x[3, 1, 7] = np.inf
+    stats = ("all", "kurtosis") if spec == P("data", None, "model") else "all"
 
     @jax.jit
     def run(x):
-        return collect(lambda x: tap(2 * x, "v"), stats="all")(x)
+        return collect(lambda x: tap(2 * x, "v"), stats=stats)(x)
 
     with jax.set_mesh(mesh):
         got, readings = run(jax.device_put(x, jax.NamedSharding(mesh, spec)))
     want = run(x)
     np.testing.assert_array_equal(got, 2 * x)
-    np.testing.assert_allclose(readings.values, want[1].values, rtol=1e-6)
+    values, whole = np.asarray(readings.values), np.asarray(want[1].values)
+    np.testing.assert_allclose(values[:, :9], whole[:, :9], rtol=1e-6)
+    # The kurtosis is a difference from 3.
+    np.testing.assert_allclose(values[:, 9:], whole[:, 9:], atol=1e-5)
 
 
 def test_shardings_of_an_inner_jit_survive():

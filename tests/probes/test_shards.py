@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stabil.probes import collect, tap
+from stabil.probes import _shards, collect, tap
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -27,21 +28,30 @@ def _count(compiled):
     return len(re.findall(rf" (?:{COLLECTIVES})(?:-start)?\(", compiled.as_text()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sharded_programs_have_one_more_collective(rng, kind):
+STEP = jax.value_and_grad(_model)
+STATS = ("all", "q99", "absmax_index", "first_bad_index")
+
+
+@pytest.fixture(scope="module")
+def seen_whole():
+    """A batch with a NaN, and what is told of it where nothing is sharded."""
+    rng = np.random.default_rng(5)
     w = rng.normal(size=(3, 16, 16)).astype(np.float32)
     x = rng.normal(size=(32, 16)).astype(np.float32)
     x[17, 3] = np.nan
-    step = jax.value_and_grad(_model)
-    stats = ("all", "kurtosis", "q99")
-    seen = collect(step, stats=stats, backward=True, per_device=True)
-    whole, want = jax.jit(seen)(jnp.asarray(w), jnp.asarray(x))
+    return w, x, jax.jit(collect(STEP, stats=STATS, backward=True))(w, x)[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_programs_have_one_more_collective(seen_whole, kind):
+    w, x, want = seen_whole
+    seen = collect(STEP, stats=STATS, backward=True, per_device=True)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     args = (
         jax.device_put(w, NamedSharding(mesh, P())),
         jax.device_put(x, NamedSharding(mesh, P("data"))),
     )
-    plain = jax.jit(step).lower(*args).compile()
+    plain = jax.jit(STEP).lower(*args).compile()
     probed = jax.jit(seen).lower(*args).compile()
     assert _count(probed) == _count(plain) + 1
     out, readings = probed(*args)
@@ -60,6 +70,53 @@ def _assert_shards(readings, x):
     np.testing.assert_array_equal(shards[:, at, nan], [0, 0, 0, 0, 1, 1, 0, 0])
     want = np.nanmax(np.abs(2 * x).reshape(4, -1), axis=1).repeat(2)
     np.testing.assert_allclose(shards[:, at, top], want)
+
+
+def _wrong_places(axes, cut, x):
+    places = _shards.in_whole(jnp.arange(x.size), x.shape, cut)
+    wrong = jnp.sum(places != x.reshape(-1)).astype(jnp.float32)
+    return lax.psum(wrong, axes) if axes else wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_entries_know_their_places(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    specs = [
+        *(P("data"), P(None, "model"), P("model", None, "data"), P(("model", "data"))),
+        *(P(None, ("data", "model")), P(None, None, None)),
+    ]
+    x = np.arange(8 * 16 * 12, dtype=np.int32).reshape(8, 16, 12)
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for s in specs]
+
+    @jax.jit
+    def run(tensors):
+        return [_shards.on_shards(_wrong_places, t, out=()) for t in tensors]
+
+    assert run(placed) == [0.0] * len(specs)
+
+
+def test_sharded_places_of_stacked_turns():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = np.zeros((4, 16), np.float32)
+    x[3, 9], x[1, 12] = np.nan, 2
+    x = jax.device_put(x, NamedSharding(mesh, P("model", "data")))
+
+    def run(x):
+        def turn(carry, i):
+            return carry, tap(jnp.where(i == 140, x, 0), "turn")
+
+        return jax.lax.scan(turn, 0, jnp.arange(150))[0]
+
+    seen = collect(run, stats=("absmax_index", "first_bad_index"), per_device=True)
+    compiled = jax.jit(lambda x: seen(x)[1]).lower(x).compile()
+    assert _count(compiled) == 1
+    readings = compiled(x)
+    largest, bad = 140 * 64 + 16 + 12, 140 * 64 + 3 * 16 + 9
+    np.testing.assert_array_equal(readings.values, [[largest, bad]])
+    # Of the devices, data first, the last but one has the one, and the sixth the other.
+    want = np.full((8, 2), np.nan)
+    want[6, 0], want[5, 1] = largest, bad
+    np.testing.assert_array_equal(readings.shards[:, 0], want)
 
 
 def test_sharded_statistics_of_each_device_need_no_collective(rng):
