@@ -121,3 +121,13 @@ def test_what_it_refuses():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         inject.Dial.of(fault(device=1), NAMES)
+
+
+def test_garbage_has_the_asked_spread_and_no_pattern():
+    grads = {"w": jnp.zeros([20_000])}
+    planted = fault(kind="garbage", size=50.0)
+    dial = inject.Dial.of(planted, inject.names_in("gradients", grads))
+    x = np.asarray(inject.gradients(dial, 3, grads)["w"])
+    assert abs(x.std() - 50) < 1 and abs(x.mean()) < 1.5
+    assert abs(np.corrcoef(x[1:], x[:-1])[0, 1]) < 0.03
+    assert len(np.unique(x)) > 18_000

@@ -122,12 +122,12 @@ class Dial:
     def _strike(self, step: Any, leaves: list[jax.Array], hits: jax.Array) -> list:
         due = (step >= self.step) & (step < self.step + self.duration)
         due &= (self.step >= 0) & jnp.any(hits)
-        key = jax.random.key(self.seed, impl="threefry2x32")
-        key = jax.random.fold_in(key, jnp.asarray(step, jnp.uint32))
+        # Every step draws anew.
+        seed = self.seed + jnp.asarray(step, jnp.uint32) * jnp.uint32(0x85EBCA6B)
 
         def hit(leaves: list[jax.Array]) -> list[jax.Array]:
             how = (self.kind, self.size, self.entries)
-            return strike_all(how, key, leaves, hits)
+            return strike_all(how, seed, leaves, hits)
 
         # A branch and not a select, for the reason given at `struck_leaf`.
         return jax.lax.cond(due, hit, lambda x: x, leaves)
