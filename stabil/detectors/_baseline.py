@@ -57,6 +57,10 @@ class BaselineState(NamedTuple):
         )
 
 
+# Values to see before a leap is told in the warm-up, and the log of what is one.
+_LEAP_AFTER, _EARLY_LEAP = 3, 4.605170185988092  # log 100
+
+
 class Deviation(NamedTuple):
     """How far each of S signals is from its baseline.
 
@@ -67,6 +71,8 @@ class Deviation(NamedTuple):
       scale: float32 `[S]`, one robust standard deviation.
       armed: bool `[S]`, whether score and jump mean anything.
       usable: bool `[S]`, whether the value was finite.
+      early: bool `[S]`, whether a logarithm leaps in the warm-up: a hundred times the
+        level so far. The level follows, so that this ends by itself in a few steps.
     """
 
     score: jax.Array
@@ -74,6 +80,7 @@ class Deviation(NamedTuple):
     scale: jax.Array
     armed: jax.Array
     usable: jax.Array
+    early: jax.Array
 
 
 def deviate(
@@ -91,8 +98,10 @@ def deviate(
     armed = usable & (baseline.observed >= warmup_steps)
     seen = jnp.maximum(baseline.observed, 1).astype(jnp.float32)
     scale = jnp.maximum(_MAD_TO_SD * baseline.deviation, floor) * (1 + 4 / seen)
-    jump = jnp.where(armed, value - baseline.location, 0.0)
-    return Deviation(jump / scale, jump, scale, armed, usable)
+    gap = value - baseline.location
+    jump = jnp.where(armed, gap, 0.0)
+    early = usable & ~armed & (baseline.observed >= _LEAP_AFTER) & (gap > _EARLY_LEAP)
+    return Deviation(jump / scale, jump, scale, armed, usable, early)
 
 
 def observe(

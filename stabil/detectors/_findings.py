@@ -53,6 +53,7 @@ class Findings(NamedTuple):
     loss_spike: jax.Array
     loss_lasts: jax.Array
     norm_spike: jax.Array
+    norm_leap: jax.Array
     update_spike: jax.Array
     leaf_spikes: jax.Array
     wild_moments: jax.Array
@@ -108,9 +109,10 @@ def spikes(
     # Damaged moments make a wild update: that is one finding.
     wide = (d.score[-1] > threshold) & (d.jump[-1] > _UPDATE_JUMP) & ~jnp.any(wild)
     return dict(
-        norm_spike=d.score[0] > threshold,
+        norm_spike=(d.score[0] > threshold) | d.early[0],
+        norm_leap=d.early[0],
         update_spike=wide,
-        leaf_spikes=((d.score > LEAP_SCORE) & (d.jump > LEAP))[1:split],
+        leaf_spikes=((d.score > LEAP_SCORE) & (d.jump > LEAP) | d.early)[1:split],
         wild_moments=wild,
         overflow=jnp.isposinf(jnp.sum(e.gradient_sums)),
     )
@@ -120,7 +122,7 @@ def severity(f: Findings) -> jax.Array:
     """The `Severity` of the findings, int32 scalar."""
     spike = f.loss_spike | f.norm_spike | jnp.any(f.leaf_spikes)
     jump = jnp.any(f.row_jumps)
-    block = f.nonfinite | jnp.any(f.wild_moments) | (jump & spike)
+    block = f.nonfinite | jnp.any(f.wild_moments) | (jump & spike) | f.norm_leap
     block |= jnp.any(f.row_jumps & f.row_limits)
     warn = f.loss_lasts | f.risen | f.drifts[0] | f.overflow | f.outsider.lasting
     warn |= jnp.any(f.row_limits | f.slopes.collapsed)

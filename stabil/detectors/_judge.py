@@ -7,7 +7,9 @@ another, all on their logarithm. The loss has a judge of its own.
 Severity by rule:
   BLOCK  something is not finite; an activation jumps, and by that passes 100 times its
          level at the end of the warm-up, or does so while loss or gradient spike; the
-         moments of one leaf leap out of line with all others (they are damaged)
+         moments of one leaf leap out of line with all others (they are damaged); in
+         the warm-up, from the fourth step on, the gradient norm or an activation leaps
+         to a hundred times its level so far
   WARN   a loss that rises and stays or drifts up, a level of loss or gradient norm that
          was re-learnt, a norm too large to square, an activation that grew past its
          limit slowly (100 times; 10 times for attention logits) or whose standard
@@ -96,7 +98,7 @@ def judge(
       evidence: the signals of this step.
       threshold: robust standard deviations beyond which the loss or the global gradient
         norm is a spike.
-      warmup_steps: steps during which only finiteness judges.
+      warmup_steps: steps during which only finiteness and huge leaps judge.
       max_consecutive_steps: outliers in a row before a level is re-learnt.
       rows_fingerprint: uint32 scalar that names the rows of the readings.
       groups: one number for each of `G + R` gradient leaves and rows, static; those

@@ -189,8 +189,10 @@ def follow_rows(
     d = deviate(base, x, floor=floor, warmup_steps=warmup)
     new, _ = observe(base, x, d, first_deviation=first, **memory)
     leaps = (d.score > LEAP_SCORE) & (d.jump > LEAP)
+    leaps = leaps.at[:size].set(leaps[:size] | d.early[:size])
     armed, jumps = d.armed.reshape(KINDS, size), leaps.reshape(KINDS, size)
     limits = armed[0] & (x[:size] > base.reference[:size] + rows.limits)
+    limits |= d.early[:size]
     if largest is not None:
         new, past_largest = pass_limit(new, base, x, largest)
         limits |= past_largest

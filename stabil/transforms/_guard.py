@@ -65,8 +65,9 @@ def guard(
     activation, parameter or moment that is not finite, the jumps named in
     `stabil.detectors`, and a parameter leaf whose size leaps between two steps as no
     update makes it leap: memory that was overwritten.
-    A spike of the gradient alone is clipped, not blocked. Blocks for finite values end
-    after `max_consecutive_steps`, when the new level is taken as normal; blocks for
+    A spike of the gradient alone is clipped, not blocked; a leap in the warm-up, where
+    there is no limit to clip to, is blocked. Blocks for finite values end after
+    `max_consecutive_steps`, when the new level is taken as normal; blocks for
     non-finite values last as long as their cause: watch `tally.blocked_in_a_row`.
     Quiet gradients pass unchanged.
 
@@ -91,7 +92,8 @@ def guard(
         first moments become 0, second moments the leaf's present mean square.
       threshold: robust standard deviations beyond which the loss or the gradient norm
         is a spike; > 0.
-      warmup_steps: steps during which only finiteness judges; >= 1.
+      warmup_steps: steps during which only finiteness, leaps to a hundred times the
+        level so far and sizes of parameters judge; >= 1.
       max_consecutive_steps: finite refusals in a row before the level is re-learnt.
       max_readings: rows of `readings` to make room for in the state; >= 0.
       shadow: other thresholds, in robust standard deviations, that are only counted:

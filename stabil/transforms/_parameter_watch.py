@@ -8,7 +8,7 @@ a bias starts from nothing. Its own size jumps.
 
 with r_t the root mean square of a sample of the leaf, r the last one that was believed
 and c the largest of its recent changes, which fades by 2 % a step. A leaf is judged
-once it has had a size for five steps. An update can do this too, where a learning rate
+once it has had a size for two steps. An update can do this too, where a learning rate
 leaps and a leaf is small; so the refusal of finite sizes is bounded.
 """
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from stabil import _tree
 from stabil.vocabulary import Cause, Severity, Verdict
 
-_ARMED_AFTER = 5  # steps
+_ARMED_AFTER = 2  # steps
 _RECENT = 0.98
 _LEAP = 8.0
 
@@ -34,7 +34,7 @@ class ParameterSizes(NamedTuple):
       size: float32 `[G]`, the last believed root mean square of the leaf's sample; NaN
         before the first.
       change: float32 `[G]`, the largest recent change of `size`.
-      sized_steps: int32 `[G]`, steps with a size above 0, up to five.
+      sized_steps: int32 `[G]`, steps with a size above 0, up to two.
       refused_in_a_row: int32 scalar, steps in a row that were refused for finite sizes.
     """
 

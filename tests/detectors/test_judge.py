@@ -146,3 +146,22 @@ def test_any_finite_past_is_overcome_within_a_hundred_steps(seed):
     assert np.all(verdict.severity[300:] < Severity.BLOCK)
     assert np.all(verdict.severity[300:] < Severity.WARN)
     assert not any(np.isnan(x).any() for x in jax.tree.leaves(state))
+
+
+def test_a_huge_leap_is_told_in_the_warm_up_and_ends_by_itself(rng):
+    for edit, cause in ((1, "gradient_spike"), (2, "activation_shift")):
+        given = healthy(rng)
+        given[edit][8:] *= 1e9 if edit == 1 else 1e4
+        _, verdict = play(*given)
+        blocked = np.flatnonzero(verdict.severity == Severity.BLOCK)
+        assert blocked[0] == 8 and blocked[-1] < 30
+        assert cause in stabil.Cause.names(int(verdict.flags[8]))
+        # Sixty times in one step, and growth with the third power, are left alone.
+        given = healthy(rng)
+        given[edit][8:] *= 3600 if edit == 1 else 60
+        assert not np.any(play(*given)[1].severity[:20] == Severity.BLOCK)
+        given = healthy(rng)
+        growth = np.arange(1, 21).reshape(-1, *[1] * (given[edit].ndim - 1)) ** 3
+        growth = growth**2 if edit == 1 else growth
+        given[edit][:20] *= growth
+        assert not np.any(play(*given)[1].severity[:20] == Severity.BLOCK)

@@ -130,3 +130,9 @@ def test_of_several_guards_the_right_leaf_is_named():
     vitals = stabil.vitals(state)
     assert vitals.causes == ("parameter_leap",)
     assert vitals.first == "params/leaf_0"
+
+
+def test_damage_is_seen_from_the_third_step_on():
+    severities, causes, named, _ = outcome(fault("kernel", "scale", 100.0, step=2))
+    assert severities[:3] == [0, 0, 3] and causes[2] == ("parameter_leap",)
+    assert named[2] == "params/kernel"
