@@ -184,7 +184,11 @@ class Ladder:
         return tuple(actions)
 
     def rolled_back(
-        self, observation: Observation, target: int, window: tuple[int, ...]
+        self,
+        observation: Observation,
+        target: int,
+        window: tuple[int, ...],
+        saved: dict[str, Any] | None = None,
     ) -> None:
         """Takes note that the state of step `target` runs again without `window`.
 
@@ -192,19 +196,23 @@ class Ladder:
           observation: the one that called for the rollback.
           target: step that runs next.
           window: first and last position of the data that is skipped.
+          saved: what `get_state` gave when that state was saved, or None.
         """
         track = self._track
         seen, start = track.whole(observation), track.start(observation)
         near = len(track.relapses.near(start, seen))
         self._new_data.restored(near)
         self._acts.slow_down(near > 0, self._level.drift.leans)
-        self._level.take_back(seen.step + 1 - target)
+        if saved is None:
+            self._level.take_back(seen.step + 1 - target)
+        else:
+            self._level.go_back(saved["level"])
         track.relapses.note(start, seen, target, window)
         self._choice.forget()
         for each in self._tracks.values():
             each.renew()
         for ladder in self._shadow.values():
-            ladder.rolled_back(observation, target, window)
+            ladder.rolled_back(observation, target, window, saved)
 
     def expect_change(self) -> None:
         """Announces a change of data, batch size or schedule: re-learns the level."""

@@ -96,6 +96,12 @@ class LossLevel:
         self._refused_in_a_row, self._accepted_since_jump = 0, len(self._losses)
         self._renew()
 
+    def go_back(self, losses: Iterable[float]) -> None:
+        """Takes the losses that were known where a rollback leads; maybe too few."""
+        drift, self.drift = self.drift, Drift()
+        self.set_state(losses)
+        self.drift = drift
+
     def height(self, loss: float) -> float:
         """Log of a loss over its level; 0 at the level, below it, and without one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,8 +119,10 @@ def _finite(leaves: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
 
 
-def first_nonfinite(state: Any) -> str | None:
+def first_nonfinite(state: Any, but: Collection[str] = ()) -> str | None:
     """Name of a floating leaf that holds NaN or Inf, parameters first; else None.
+
+    Leaves named in `but` do not count.
 
     Statistics of stabil itself are left out: NaN there means "not measured". They are
     the arrays that are themselves fields of a stabil record; trees in such a record,
@@ -131,32 +133,50 @@ def first_nonfinite(state: Any) -> str | None:
       >>> first_nonfinite({"mu": jnp.zeros(2), "params": {"w": jnp.full(2, jnp.nan)}})
       'params/w'
     """
-    named = list(_checked(state, ""))
-    if not named:
-        return None
-    finite = jax.device_get(_finite([jnp.asarray(x) for _, x in named]))
-    bad = [name for (name, _), ok in zip(named, finite, strict=True) if not ok]
+    bad = [name for name in nonfinite(state) if name not in but]
     return min(bad, key=lambda name: "params" not in name, default=None)
 
 
+def nonfinite(state: Any) -> list[str]:
+    """Names of all those leaves."""
+    named = list(_checked(state, ""))
+    if not named:
+        return []
+    finite = jax.device_get(_finite([jnp.asarray(x) for _, x in named]))
+    return [name for (name, _), ok in zip(named, finite, strict=True) if not ok]
+
+
 class DamageCheck:
-    """Looks for non-finite leaves when steps keep failing, and only then."""
+    """Looks for non-finite leaves when steps keep failing, and before a save."""
 
     def __init__(self):
+        self._from_the_start: list[str] = []
         self.forget()
+
+    def begin(self, state: Any) -> None:
+        """Notes what is not finite in the first state, and so is meant to be."""
+        self._from_the_start = nonfinite(state)
 
     def forget(self) -> None:
         self._in_a_row = 0
 
-    def __call__(self, seen: Observation, state: Any) -> str | None:
-        """Name of a non-finite leaf of the state, or None if none was looked for."""
-        if not any(c.startswith("nonfinite") for c in seen.causes):
-            self._in_a_row = 0
-            return None
-        self._in_a_row += 1
+    def __call__(self, seen: Observation, state: Any, is_kept: bool) -> Observation:
+        """The observation with a non-finite leaf of the state, if one was found."""
+        suspected = any(c.startswith("nonfinite") for c in seen.causes)
+        self._in_a_row = self._in_a_row + 1 if suspected else 0
         named = "nonfinite_parameter" in seen.causes
-        due = named or self._in_a_row == 2 or self._in_a_row % 50 == 0
-        return first_nonfinite(state) if due else None
+        due = named or self._in_a_row == 2 or suspected and self._in_a_row % 50 == 0
+        found = None
+        if due or is_kept:
+            found = first_nonfinite(state, but=() if due else self._from_the_start)
+        if found is None or suspected:
+            return seen._replace(damaged=found)
+        # Nothing that was computed so far has met it.
+        severity = max(seen.severity, int(Severity.WARN))
+        first, causes = seen.first or found, (*seen.causes, "nonfinite_parameter")
+        return seen._replace(
+            damaged=found, severity=severity, causes=causes, first=first
+        )
 
 
 def _is_record(node: Any) -> bool:

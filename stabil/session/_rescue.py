@@ -25,11 +25,13 @@ class Return(NamedTuple):
       state: the state, of the structure and placement of the first one.
       step: step that runs next.
       window: first and last position of the data left out; empty after a resume.
+      policy: state of the ladder when the state was saved, or None.
     """
 
     state: Any
     step: int
     window: tuple[int, ...] = ()
+    policy: dict[str, Any] | None = None
 
 
 class Rescue:
@@ -228,7 +230,8 @@ class Rescue:
         last = newest_index + numbers["skip_more"]
         data.skip(first, last)
         self.tags.rolled_back(found.step)
-        return Return(self._alike(found.state), found.step, (first, last))
+        policy = saved["policy"] if saved else None
+        return Return(self._alike(found.state), found.step, (first, last), policy)
 
     def finish(self, healthy: bool) -> None:
         """Waits for the last save, and tags what the end of the run has proved."""

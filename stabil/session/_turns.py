@@ -120,7 +120,8 @@ class Turns:
         # A save waits for the running step in any case, so it may as well be judged.
         judge_all = is_last or leaves or self._watch.rescue.is_due(self.step)
         while len(self._flight) > (0 if judge_all else 1):
-            older = self._read(state)
+            is_newest = len(self._flight) == 1
+            older = self._read(state, judge_all and is_newest)
             if older is not None:
                 return older
         self._watch.save(self.step, state, is_last or leaves)
@@ -139,11 +140,11 @@ class Turns:
         while self._flight:
             self._read(None)
 
-    def _read(self, state: Any) -> Any:
+    def _read(self, state: Any, is_kept: bool = False) -> Any:
         """Reads the oldest step in flight; the state to go back to, or None."""
         oldest = self._flight.popleft()
         try:
-            found = self._watch.observe(oldest, state, self.step)
+            found = self._watch.observe(oldest, state, self.step, is_kept)
         except TrainingStopped as error:
             self._flight.clear()
             self._ending.stop(self.step, error)

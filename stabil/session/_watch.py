@@ -62,6 +62,8 @@ class Watch:
     def begin(self, state: Any, data: Data) -> Return | None:
         """Takes the data over, and resumes an older run where there is one."""
         self._data = data
+        if self.rescue.keeper is not None:
+            self._damage.begin(state)
         return self.rescue.begin(state, data)
 
     def take_reset(self) -> bool:
@@ -69,7 +71,9 @@ class Watch:
         due, self._reset_due = self._reset_due, False
         return due
 
-    def observe(self, flown: InFlight, state: Any, next_step: int) -> Return | None:
+    def observe(
+        self, flown: InFlight, state: Any, next_step: int, is_kept: bool = False
+    ) -> Return | None:
         """Reads one step's vitals and acts on them.
 
         Args:
@@ -77,6 +81,8 @@ class Watch:
           state: the newest state, or None when the loop has ended and it is too late
             for anything but a line in the log.
           next_step: step that would run next.
+          is_kept: whether the state is about to be saved, or the run's last: all of it
+            is looked at then, since the guard sees but a part of the parameters.
 
         Returns:
           Where to go back to, or None to go on.
@@ -91,10 +97,10 @@ class Watch:
             return None
         seen = to_observation(flown, vitals, self._resets)
         self._resets = int(vitals.tally.resets)
-        seen = seen._replace(
-            damaged=None if state is None else self._damage(seen, state),
-            can_roll_back=self.rescue.keeper is not None,
-        )
+        if state is not None:
+            is_kept &= self.rescue.keeper is not None
+            seen = self._damage(seen, state, is_kept)
+        seen = seen._replace(can_roll_back=self.rescue.keeper is not None)
         self._black_box.take(seen)
         costs = functools.partial(self.rescue.price, next_step=next_step)
         actions = self._policy.decide(self._shared(seen), costs)
@@ -221,7 +227,9 @@ class Watch:
             state = state if self._is_alone else None
             self._stop(Action("stop", reason, action.numbers), seen, state, next_step)
             raise
-        self._policy.rolled_back(self._shared(seen), found.step, found.window)
+        self._policy.rolled_back(
+            self._shared(seen), found.step, found.window, found.policy
+        )
         self.account.rolled_back(found.step, next_step)
         action.numbers.update(to_step=found.step, skipped=list(found.window))
         self._reporter.action(action, seen)

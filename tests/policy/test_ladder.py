@@ -416,3 +416,17 @@ def test_advice_fits_the_place():
 def test_errors_say_what_to_write(make, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         make()
+
+
+def test_a_rollback_takes_the_level_of_that_time_along():
+    """A loss that is normal for an early state is no event after a rollback to it."""
+    ladder, saved = Ladder(), {}
+    losses = [6 * 0.98**i + 0.01 * (i % 2) for i in range(100)]
+    for step, loss in enumerate(losses):
+        saved[step] = ladder.get_state()
+        ladder.decide(Observation(step, loss=loss))
+    bad = Observation(100, loss=1.0, severity=2, causes=("nonfinite_parameter",))
+    assert ladder.decide(bad)[-1].kind == "rollback"
+    ladder.rolled_back(bad, 10, (10, 100), saved[10])
+    again = [ladder.decide(Observation(i, loss=losses[i])) for i in range(10, 100)]
+    assert not any(again)

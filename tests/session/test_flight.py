@@ -6,8 +6,9 @@ import optax
 import pytest
 
 import stabil
-from stabil.session._flight import first_nonfinite
-from stabil.vocabulary import Measures
+from stabil.policy import Observation
+from stabil.session._flight import DamageCheck, first_nonfinite
+from stabil.vocabulary import Measures, Severity
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.ones([])}
 
@@ -47,3 +48,16 @@ def test_parameters_are_named_first():
 def test_a_state_without_floats_is_sound():
     assert first_nonfinite({"step": jnp.int32(3), "key": jax.random.key(0)}) is None
     assert first_nonfinite(Measures.unmeasured()) is None
+
+
+def test_a_state_is_looked_at_whole_before_it_is_kept():
+    """The guard samples the parameters; a leaf may be spoilt where it does not look."""
+    seen, good = Observation(7), {"best": jnp.float32(jnp.inf), "params": PARAMS}
+    check = DamageCheck()
+    check.begin(good)
+    spoilt = good | {"params": PARAMS | {"w": jnp.float32([1, jnp.nan, 1])}}
+    assert check(seen, good, True) == seen
+    assert check(seen, spoilt, False) == seen
+    found = check(seen, spoilt, True)
+    assert found.damaged == found.first == "params/w"
+    assert found.causes == ("nonfinite_parameter",) and found.severity == Severity.WARN

@@ -650,3 +650,19 @@ def test_host_memory_stays_flat(tmp_path, steps):
     # Up to 1,000 events more, the newest that a summary lists.
     assert sizes[1] - sizes[0] < min(steps // 50, 1000) * 4000 + 100_000
     assert np.all(np.asarray(sizes) > 0)
+
+
+def test_a_nan_that_no_step_meets_is_found_before_the_save_and_undone(tmp_path):
+    keeper = FakeKeeper(save_every=10)
+    with Session(tmp_path / "run", checkpoints=keeper, total_steps=50) as session:
+        state = {"params": jnp.zeros(3)}
+        for _, batch in session.steps(state, lambda i: i):
+            state = {"params": state["params"] + 1}
+            if batch == 33:
+                state = {"params": state["params"].at[1].set(jnp.nan)}
+            state = session.end_step(state, make_vitals())
+    (back,) = actions(tmp_path / "run", "rollback")
+    assert (back.layer, back.cause) == ("params", "nonfinite_parameter")
+    assert back.numbers["to_step"] <= 30 and session.summary()["next_step"] == 50
+    assert np.asarray(state["params"]).tolist() == [50.0] * 3
+    assert all(np.isfinite(s["params"]).all() for s, _ in keeper.saved.values())
