@@ -1,6 +1,6 @@
 """Models that nobody here wrote, probed in their own train steps as they stand.
 
-    git clone --depth 1 https://github.com/google-deepmind/nanodo THERE/nanodo/nanodo
+    git clone --depth 1 https://github.com/google-deepmind/nanodo THERE/nanodo
     git clone --depth 1 https://github.com/google/flax THERE/flax
     git clone --depth 1 https://github.com/AI-Hypercomputer/maxtext THERE/maxtext
     pip install pydantic omegaconf   # for MaxText
