@@ -1,7 +1,7 @@
 """Training that becomes unstable by itself: what every method makes of it.
 
     python benchmarks/natural.py [--json] [--seeds 5] [--steps 400] [--picture FILE]
-        [--settings NAMES] [--methods NAMES] [--rates-seeds 2]
+        [--settings NAMES] [--methods NAMES] [--rates-seeds 2] [--first-seed 0]
 
 A decoder of six post-LN blocks of width 32 learns a small language with AdamW and
 b2 = 0.999, in settings that are known to break training (`natural_runs.SETTINGS`), with
@@ -104,15 +104,16 @@ def measure_all(arguments: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         if not arguments.settings or s.name in arguments.settings.split(",")
     ]
     tables, curves, swept = {}, {}, {}
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for setting in settings:
-        pairs = [(setting.learning_rate, seed) for seed in range(arguments.seeds)]
+        pairs = [(setting.learning_rate, seed) for seed in seeds]
         found = {}
         for method in methods:
             print(f"{setting.name}: {method}", file=sys.stderr)
             found[method] = measure(method, setting.data, pairs, arguments.steps)
         tables[setting.name] = table(found)
         curves[setting.name] = {m: row["losses"] for m, row in found.items()}
-    pairs = [(r, s) for r in runs.RATES for s in range(arguments.rates_seeds)]
+    pairs = [(r, s) for r in runs.RATES for s in seeds[: arguments.rates_seeds]]
     for method in methods if pairs else []:
         print(f"rates: {method}", file=sys.stderr)
         final = measure(method, "plain", pairs, arguments.steps)["final"]
@@ -157,11 +158,11 @@ def draw(path: str, result: dict[str, Any], curves: dict[str, Any]) -> None:
     for ax, (name, rows) in zip(axes, curves.items(), strict=False):
         for method, losses in rows.items():
             smooth = np.convolve(losses[0], np.full(9, 1 / 9), "valid")
-            ax.plot(smooth, label=method, linewidth=_width(method))
+            ax.plot(smooth, **_style(method))
         ax.set(title=name, xlabel="step run", ylabel="training loss, first seed")
     for method, row in result["rates"].items():
         means = np.minimum(row["final_by_rate"], INITIAL).mean(axis=1)
-        axes[-1].plot(runs.RATES, means, ".-", label=method, linewidth=_width(method))
+        axes[-1].plot(runs.RATES, means, ".-", **_style(method))
     axes[-1].set(xscale="log", title="rates", xlabel="learning rate", ylabel="final")
     axes[-1].set_xticks(runs.RATES, [f"{rate:g}" for rate in runs.RATES])
     axes[-1].minorticks_off()
@@ -169,8 +170,12 @@ def draw(path: str, result: dict[str, Any], curves: dict[str, Any]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _width(method: str) -> float:
-    return 1.8 if method == SESSION else 0.8
+def _style(method: str) -> dict[str, Any]:
+    """The same in every panel, whichever methods it has."""
+    if method == SESSION:
+        return dict(label=method, color="black", linewidth=1.8)
+    number = list(runs.methods()).index(method)
+    return dict(label=method, color=f"C{number}", linewidth=0.8)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -196,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=runs.STEPS)
     parser.add_argument("--rates-seeds", type=int, default=2)
     parser.add_argument("--picture", default="", help="PNG; needs matplotlib")

@@ -431,12 +431,9 @@ def test_two_probes_do_not_share_a_trace():
     absmax = probe(model, stats="absmax", where="**")
     moments = probe(model, stats=("std", "mean"), where="b1/**")
     jax.jit(model.apply)(variables, X)
-
-    @jax.jit
-    def run(variables):
-        return [p.apply(variables, X)[1] for p in (absmax, moments, absmax)]
-
-    first, second, again = run(variables)
+    _, first = jax.jit(absmax.apply)(variables, X)
+    _, second = jax.jit(moments.apply)(variables, X)
+    _, again = jax.jit(lambda v, x: absmax.apply(v, x))(variables, X)
     assert first.names == names and first.statistics == ("absmax",)
     assert second.names == names[3:6] and second.statistics == ("mean", "std")
     assert again.names == names

@@ -45,20 +45,33 @@ def seen_whole():
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_programs_have_one_more_collective(seen_whole, kind):
     w, x, want = seen_whole
-    seen = collect(STEP, stats=STATS, backward=True, per_device=True)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    args = (
-        jax.device_put(w, NamedSharding(mesh, P())),
-        jax.device_put(x, NamedSharding(mesh, P("data"))),
-    )
-    plain = jax.jit(STEP).lower(*args).compile()
-    probed = jax.jit(seen).lower(*args).compile()
+    args, plain, probed = _compiled(w, x, kind, STATS)
     assert _count(probed) == _count(plain) + 1
     out, readings = probed(*args)
     jax.tree.map(np.testing.assert_array_equal, out, plain(*args))
     assert readings.names == want.names
     np.testing.assert_allclose(readings.values, want.values, rtol=1e-5, atol=1e-6)
     _assert_shards(readings, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_kurtosis_has_no_collective_of_its_own(seen_whole, kind):
+    w, x, _ = seen_whole
+    _, plain, probed = _compiled(w, x, kind, (*STATS, "kurtosis"))
+    assert _count(probed) == _count(plain) + 1
+
+
+def _compiled(w, x, kind, stats):
+    """The step's arguments on a mesh, the step, and the step with its readings."""
+    seen = collect(STEP, stats=stats, backward=True, per_device=True)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    args = (
+        jax.device_put(w, NamedSharding(mesh, P())),
+        jax.device_put(x, NamedSharding(mesh, P("data"))),
+    )
+    plain = jax.jit(STEP).lower(*args).compile()
+    return args, plain, jax.jit(seen).lower(*args).compile()
 
 
 def _assert_shards(readings, x):
