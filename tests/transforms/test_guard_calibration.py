@@ -53,7 +53,8 @@ def test_limits_hold_from_the_first_step_and_noise_is_respected(tmp_path, rng):
     curves.save_calibration(ranges, tmp_path / "ranges.json")
     steps = 120
     losses, tables = np.ones(steps), np.exp(0.02 * rng.normal(size=(steps, 2)))
-    tables[5:, 0] *= 300  # within the warm-up, for good
+    # Past the limit of 100 times at step 5, within the warm-up, without a leap.
+    tables[:, 0] *= np.minimum(3.0 ** np.arange(steps), 300)
     tables[90, 1] *= 18  # far for what this run has seen, not for the baseline
     losses[110] = 500.0
     verdict, names = play(tmp_path / "ranges.json", losses, tables)
