@@ -32,7 +32,7 @@ _CHUNK = 1 << 18
 # Blocks that a compiled program takes at once: enough to hide the cost of its call.
 _STRIDE = 16
 # XLA reads memory where it lies if that begins at a multiple of this, in bytes.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 class Digest(NamedTuple):
@@ -132,7 +132,7 @@ def _compiled_sums(words: np.ndarray) -> np.ndarray | None:
     Two to three times cheaper than NumPy, which makes a loop of each operation.
     """
     host = _host()
-    if host is None or words.ctypes.data % _ALIGNMENT:
+    if host is None or words.ctypes.data % ALIGNMENT:
         return None
     device, within = host
     blocks = words.reshape(-1, BLOCK)

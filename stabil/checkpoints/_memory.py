@@ -26,8 +26,6 @@ from stabil.checkpoints._leaves import Leaf
 
 # Pieces of an array by the index of their first element.
 Pieces = dict[tuple[int, ...], np.ndarray]
-# XLA takes memory over as it is only where it begins at a multiple of this, in bytes.
-_ALIGNMENT = 64
 
 
 @dataclasses.dataclass
@@ -94,8 +92,8 @@ def _copy(source: Pieces, slot: Pieces | None) -> Pieces:
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    at = -raw.ctypes.data % _ALIGNMENT
+    raw = np.empty(size + _digest.ALIGNMENT, np.uint8)
+    at = -raw.ctypes.data % _digest.ALIGNMENT
     return raw[at : at + size].view(dtype).reshape(shape)
 
 

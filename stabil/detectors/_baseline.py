@@ -15,6 +15,7 @@ the shift, that level is restored at once, so that a burst does not blind the de
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ import jax.numpy as jnp
 
 _INFLUENCE = 3.0  # an outlier moves the level like a value 3 deviations away
 _MAD_TO_SD = 1.2533141373155003  # sqrt(pi / 2)
+# Values to see before a leap is told in the warm-up, and what is one.
+_LEAP_AFTER, _EARLY_LEAP = 3, math.log(100.0)
 
 
 class BaselineState(NamedTuple):
@@ -55,10 +58,6 @@ class BaselineState(NamedTuple):
             observed=jnp.zeros([signals], jnp.int32),
             streak=jnp.zeros([signals], jnp.int32),
         )
-
-
-# Values to see before a leap is told in the warm-up, and the log of what is one.
-_LEAP_AFTER, _EARLY_LEAP = 3, 4.605170185988092  # log 100
 
 
 class Deviation(NamedTuple):

@@ -189,8 +189,8 @@ def follow_rows(
     d = deviate(base, x, floor=floor, warmup_steps=warmup)
     new, _ = observe(base, x, d, first_deviation=first, **memory)
     leaps = (d.score > LEAP_SCORE) & (d.jump > LEAP)
-    leaps = leaps.at[:size].set(leaps[:size] | d.early[:size])
-    armed, jumps = d.armed.reshape(KINDS, size), leaps.reshape(KINDS, size)
+    armed, leaps = d.armed.reshape(KINDS, size), leaps.reshape(KINDS, size)
+    jumps = leaps[0] | d.early[:size]
     limits = armed[0] & (x[:size] > base.reference[:size] + rows.limits)
     limits |= d.early[:size]
     if largest is not None:
@@ -198,7 +198,7 @@ def follow_rows(
         limits |= past_largest
     gone = jnp.where(d.armed, new.location - new.reference, 0.0).reshape(KINDS, size)
     past = Slopes(
-        limits & ~jumps[0], gone[1] < -_COLLAPSE, gone[2] > _TAIL, gone[3] < -_RANK
+        limits & ~jumps, gone[1] < -_COLLAPSE, gone[2] > _TAIL, gone[3] < -_RANK
     )
     # Each is one event: what it came to is the reference from here on.
     reference = jnp.where(jnp.concatenate(past), new.location, new.reference)
@@ -208,8 +208,8 @@ def follow_rows(
         level=jnp.where(armed[0], new.location[:size], jnp.nan),
         jump=jnp.where(armed[0], d.jump[:size], jnp.nan),
         alive=jnp.where(jnp.isfinite(rows.shapes[0]), known[1], known[0]),
-        jumps=jumps[0],
-        shapes=jumps[1] | jumps[2],
+        jumps=jumps,
+        shapes=leaps[1] | leaps[2],
         limits=limits,
         slopes=past,
     )
