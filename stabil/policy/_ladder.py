@@ -8,7 +8,7 @@ from typing import Any
 from stabil.policy._choice import Choice, Price
 from stabil.policy._groups import WHOLE, Groups
 from stabil.policy._interventions import Interventions
-from stabil.policy._level import LossLevel
+from stabil.policy._level import NORMAL, LossLevel
 from stabil.policy._new_data import NewData
 from stabil.policy._rate import Rate
 from stabil.policy._recorded import recorded
@@ -110,6 +110,7 @@ class Ladder:
         self._whole = self._track = self._tracks[WHOLE]
         self._choice = Choice(least_saving_seconds, longest_wait_steps)
         self._rate = Rate(lowest_scale)
+        self._newest_is_good = True
         self._acts = Interventions(rungs, self._rate, self._choice, max_relapses)
         if report_only:
             self._acts.only_report()
@@ -145,6 +146,15 @@ class Ladder:
             t.drifted_steps or not t.episode.is_quiet for t in self._tracks.values()
         )
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether a state is worth keeping: no event is open, the newest step good.
+
+        A loss that comes down from an event may be normal by the width of its noise
+        long before the state is as good as it was.
+        """
+        return self._newest_is_good and not (self.event_open or self.in_trouble)
+
     def decide(
         self, observation: Observation, costs: Price | None = None
     ) -> tuple[Action, ...]:
@@ -166,6 +176,7 @@ class Ladder:
         if self._new_data.observe(seen, height):
             actions.append(self._accept(seen))
             height = self._level.observe(seen.loss)
+        self._newest_is_good = seen.severity <= OK and height == NORMAL
         for each in self._tracks.values():
             each.observe(seen, height, each is track, self._level.drift.up)
         actions += track.relapses.again(seen)
@@ -211,6 +222,7 @@ class Ladder:
         self._choice.forget()
         for each in self._tracks.values():
             each.renew()
+        self._newest_is_good = True
         for ladder in self._shadow.values():
             ladder.rolled_back(observation, target, window, saved)
 

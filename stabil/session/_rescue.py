@@ -143,7 +143,7 @@ class Rescue:
             raise
         if taken:
             self._failures = self._failing_since = self._try_again_at = 0
-            self.tags.saved(step)
+            self.tags.saved(step, in_event=self._policy.event_open)
         return taken
 
     def save_evidence(self, step: int, state: Any, data: Data, cause: str) -> bool:

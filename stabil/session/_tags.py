@@ -11,6 +11,7 @@ class _Waiting:
     clean: int = 0  # steps in a row without trouble
     seen: int = 0
     bad: int = 0
+    in_event: bool = False  # saved while one was open
     tag: str = "pending"
 
 
@@ -21,7 +22,9 @@ class HealthTags:
     trouble it is `healthy`. Trouble before that makes it `suspect`, since what went
     wrong may be older than its symptom. A suspect that survives `after_steps` clean
     steps becomes healthy after all; so does one that has seen ten times as many with
-    fewer than one bad in five, or noisy data would leave no step to go back to.
+    fewer than one bad in five, or noisy data would leave no step to go back to. A step
+    saved amid an event does so only while the event lasts, which then is noise; when
+    the loss has come down since, the step itself has not, and it stays suspect.
 
     Args:
       keeper: a `stabil.checkpoints.Keeper`.
@@ -37,11 +40,13 @@ class HealthTags:
         self._refused = False
         self._problem: Exception | None = None
 
-    def saved(self, step: int) -> None:
+    def saved(self, step: int, in_event: bool = False) -> None:
         """Begins to watch over a step that the keeper has taken."""
-        self._waiting[step] = _Waiting()
+        self._waiting[step] = _Waiting(in_event=in_event)
 
-    def observe(self, observed: int, trouble: bool, cause: str) -> None:
+    def observe(
+        self, observed: int, trouble: bool, cause: str, in_event: bool = False
+    ) -> None:
         """Counts step `observed` for every saved step that waits for its tag.
 
         Saved step `n` starts step `n`: an earlier one tells against it, not for it.
@@ -52,10 +57,13 @@ class HealthTags:
             entry.seen += 1
             entry.bad += trouble
             entry.clean = 0 if trouble else entry.clean + 1
-            if trouble and entry.tag == "pending":
+            if entry.in_event and not in_event:
+                if self._mark(step, "suspect", "saved amid an event that is over"):
+                    del self._waiting[step]
+            elif trouble and entry.tag == "pending":
                 if self._mark(step, "suspect", cause):
                     entry.tag = "suspect"
-            elif entry.clean >= self.after_steps or (
+            elif (entry.clean >= self.after_steps and not entry.in_event) or (
                 entry.seen >= 10 * self.after_steps and entry.bad * 5 < entry.seen
             ):
                 if self._mark(step, "healthy", f"survived {entry.seen} later steps"):
@@ -68,7 +76,7 @@ class HealthTags:
     def finish(self) -> None:
         """Promotes what is still pending at the end of a run without an open event."""
         for step, entry in self._waiting.items():
-            if entry.tag == "pending":
+            if entry.tag == "pending" and not entry.in_event:
                 self._mark(step, "healthy", "the run ended without an open event")
         self._waiting.clear()
 

@@ -118,7 +118,7 @@ class Turns:
         is_last = self.step == self._total
         leaves = self._ending.asks(self.step)
         # A save waits for the running step in any case, so it may as well be judged.
-        judge_all = is_last or leaves or self._watch.rescue.is_due(self.step)
+        judge_all = self._watch.is_about_to_save(self.step) or is_last or leaves
         while len(self._flight) > (0 if judge_all else 1):
             is_newest = len(self._flight) == 1
             older = self._read(state, judge_all and is_newest)

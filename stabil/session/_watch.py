@@ -57,7 +57,7 @@ class Watch:
         self._damage = DamageCheck()
         self._data: Any = None  # `Data` from `begin` on
         self._resets = self._postponed = 0
-        self._reset_due = False
+        self._reset_due = self._is_due = self._is_put_off = False
 
     def begin(self, state: Any, data: Data) -> Return | None:
         """Takes the data over, and resumes an older run where there is one."""
@@ -106,8 +106,12 @@ class Watch:
         actions = self._policy.decide(self._shared(seen), costs)
         self.account.observe(seen)
         if self.rescue.tags:
-            trouble, cause = self._policy.in_trouble, ", ".join(seen.causes)
-            self.rescue.tags.observe(seen.step, trouble, cause)
+            self.rescue.tags.observe(
+                seen.step,
+                self._policy.in_trouble,
+                ", ".join(seen.causes),
+                in_event=self._policy.event_open,
+            )
             problem = self.rescue.tags.take_problem()
             if problem is not None:
                 self._failed_save(seen.step, problem)
@@ -132,18 +136,23 @@ class Watch:
         self._watchdog.beat()
         self._reporter.beat(step)
 
+    def is_about_to_save(self, step: int) -> bool:
+        """Whether a save is due that no step judged so far puts off."""
+        self._is_due = self.rescue.is_due(step)
+        self._is_put_off = self._is_due and self._puts_off()
+        return self._is_due and not self._is_put_off
+
     def save(self, step: int, state: Any, is_last: bool) -> None:
-        """Offers a state to the keeper; a state in trouble only after a while.
+        """Offers a state to the keeper; one amid an event only after a while.
 
         Raises:
           Exception: what the keeper raised, when it has failed three times in a row
             and for twice its cadence: a run that cannot be saved must not go on.
         """
-        if self._policy.in_trouble and not is_last and self.rescue.is_due(step):
-            # Worth little, but trouble that lasts must not end saving for good.
+        # What was put off before the newest step was judged still is.
+        if self._is_due and not is_last and (self._is_put_off or self._puts_off()):
             self._postponed += 1
-            if self._postponed < _LONGEST_POSTPONEMENT:
-                return
+            return
         try:
             # Bounded, since a save of several processes waits for all of them.
             with self._watchdog.patient():
@@ -155,6 +164,11 @@ class Watch:
             if self.rescue.gives_up(step):
                 self._reporter.log.flush()
                 raise
+
+    def _puts_off(self) -> bool:
+        # Worth little, but trouble that lasts must not end saving for good.
+        waits = self._postponed + 1 < _LONGEST_POSTPONEMENT
+        return waits and not self._policy.is_settled
 
     def finish(self, step: int) -> None:
         """Waits for the last save and tags it; a failure is told and not raised."""

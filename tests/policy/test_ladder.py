@@ -321,6 +321,19 @@ def test_presets_differ_in_what_they_dare(rng):
     assert len(relapse(unattended(), 100, 9)) == 5
 
 
+def test_a_state_is_worth_keeping_only_once_an_event_is_over(rng):
+    ladder, settled = Ladder(quiet_steps=10), []
+    losses = [2.0] * 60 + [9.0] * 3 + [2.0] * 20
+    severities = {60: 1, 61: 2}  # the third high loss has no verdict, the first a WATCH
+    for i, loss in enumerate(losses):
+        noisy = loss + rng.normal(0, 0.02)
+        ladder.decide(Observation(i, severities.get(i, 0), loss=noisy))
+        settled.append(ladder.is_settled)
+    assert settled == [True] * 60 + [False] * 12 + [True] * 11
+    ladder.decide(Observation(83, loss=9.0))  # no event, and no state to keep either
+    assert not ladder.is_settled and not ladder.event_open
+
+
 def test_announced_change_re_learns_the_level(rng):
     ladder = Ladder()
     run(ladder, calm(100, rng))

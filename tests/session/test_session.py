@@ -457,6 +457,28 @@ def test_a_disk_that_is_away_for_a_while_does_not_end_a_run(tmp_path):
         assert set(keeper.steps()) == {0, 25, 30, 40}
 
 
+@pytest.mark.parametrize(
+    ("bad", "expected"), [(range(38, 45), 67), (range(38, 300), 89)]
+)
+def test_no_state_is_saved_amid_an_event_unless_it_lasts(tmp_path, bad, expected):
+    """Due at 40: 20 quiet steps after the event, or after 50 steps of waiting."""
+    warned = make_vitals("gradient_spike", severity=Severity.WARN)
+    with (
+        Keeper(tmp_path / "ck", save_every=40) as keeper,
+        Session(
+            tmp_path / "run", checkpoints=keeper, total_steps=119, progress=False
+        ) as session,
+    ):
+        state = jnp.float32(0)
+        for step, _ in session.steps(state, lambda i: i):
+            state = session.end_step(
+                state + 1, warned if step in bad else make_vitals()
+            )
+    tags = keeper.steps()
+    assert min(set(tags) - {0}) == expected
+    assert (tags[expected] == "healthy") == (len(bad) < 10)
+
+
 def test_failing_saves_are_told_and_the_third_in_a_row_raises(tmp_path):
     keeper = FakeKeeper(save_every=5)
     with Session(tmp_path / "a", checkpoints=keeper, total_steps=40) as session:

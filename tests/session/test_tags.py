@@ -63,6 +63,28 @@ def test_noisy_data_do_not_lock_a_run_out_of_healthy_steps(keeper):
     assert keeper.tags[5] == "healthy"
 
 
+def test_what_was_saved_amid_an_event_is_not_proved_by_its_end(keeper):
+    def observe(tags, pattern):
+        for mark in pattern:
+            tags.observe(5, mark == "x", "loss_spike", in_event=mark != ".")
+
+    keeper.save(5, np.zeros(1), force=True)
+    tags = HealthTags(keeper, 4)
+    tags.saved(5, in_event=True)
+    observe(tags, "ooooo")
+    assert keeper.tags[5] == "pending"
+    observe(tags, ".....")
+    assert keeper.tags[5] == "suspect"
+    # An event that never ends is noise.
+    tags.saved(5, in_event=True)
+    observe(tags, "ooooooooox" * 4)
+    assert keeper.tags[5] == "healthy"
+    keeper.mark(5, "pending")
+    tags.saved(5, in_event=True)
+    tags.finish()
+    assert keeper.tags[5] == "pending"
+
+
 def test_the_number_shrinks_with_a_short_cadence(keeper):
     keeper.save_every = 3
     assert HealthTags(keeper, 20).after_steps == 3
