@@ -50,6 +50,9 @@ class Keeper:
       save_every: steps between saves; >= 1.
       save_every_minutes: minutes between saves, whichever comes first; None for none.
       keep_in_memory: snapshots to keep in host memory; >= 0.
+      snapshot_every: steps between snapshots that `save` takes by itself, beside what
+        it saves to disk; None takes none. Each copies the state to host memory while
+        the loop waits.
       keep_quarantined: steps to keep of those that rollbacks set aside; >= 0.
       remote: URL of a second level that outlives this machine, for example
         `gs://bucket/run`: any that fsspec knows, given the package of its protocol. The
@@ -88,6 +91,7 @@ class Keeper:
         save_every: int = 500,
         save_every_minutes: float | None = 15,
         keep_in_memory: int = 2,
+        snapshot_every: int | None = None,
         keep_quarantined: int = 5,
         remote: str | None = None,
         keep_remote: int = 2,
@@ -103,6 +107,10 @@ class Keeper:
         _arguments.require_minutes(
             "save_every_minutes", save_every_minutes, "None to count steps alone"
         )
+        if snapshot_every is not None:
+            _arguments.require_at_least(
+                1, snapshot_every=snapshot_every, keep_in_memory=keep_in_memory
+            )
         config = _arguments.as_json(config, "config")
         _processes.decide(lambda: _open(directory))
         self._folder = Folder(directory)
@@ -124,7 +132,7 @@ class Keeper:
         milestones = keep_also.milestones if keep_also is not None else ()
         self._cadence = Cadence(save_every, save_every_minutes, milestones)
         self._comparison = Comparison()
-        self._ring = Ring(keep_in_memory)
+        self._ring, self._snapshot_every = Ring(keep_in_memory), snapshot_every
         levels = self._folder, self._ring, self._saver, self._mirror
         self._judge = Judge(*levels)
         self._way_back = WayBack(*levels, self._judge, self._cadence, config)
@@ -156,7 +164,8 @@ class Keeper:
     ) -> bool:
         """Saves in the background if a save is due; call it every step.
 
-        The first call of a run saves. A due save waits for the one before it, and the
+        With `snapshot_every` a copy in host memory counts as a save too. The first call
+        of a run saves. A due save waits for the one before it, and the
         one that a signal asks for, see `watch_signals`, for itself.
 
         Args:
@@ -170,7 +179,7 @@ class Keeper:
             loss. A step whose metric is NaN or infinite becomes suspect.
           force: save whether due or not.
         Returns:
-          Whether a save was begun.
+          Whether a save was begun, or a snapshot taken: there is a new step to judge.
         Raises:
           SaveFailedError: the save before this one failed, or this one could not begin;
             training may go on.
@@ -180,8 +189,11 @@ class Keeper:
         """
         step = _arguments.whole_number(step)
         self._saver.wait(only_if_done=True)
-        if not force and not self.due(step):
-            return False
+        copied = self._is_snapshot_due(step)
+        if copied:
+            self.snapshot(step, state, extra=extra, data=data)
+        if not force and not self._is_save_due(step):
+            return copied
         extra = _arguments.as_json(extra)
         if self._remote is not None:
             _processes.decide(self._mirror.look)
@@ -202,6 +214,16 @@ class Keeper:
         Several processes compare clocks and signals about every five seconds.
         """
         step = _arguments.whole_number(step)
+        return self._is_snapshot_due(step) or self._is_save_due(step)
+
+    def _is_snapshot_due(self, step: int) -> bool:
+        if self._snapshot_every is None:
+            return False
+        newest = self._ring.newest
+        every = self._snapshot_every
+        return newest is None or step // every > newest // every
+
+    def _is_save_due(self, step: int) -> bool:
         if _processes.alone():
             return self._asked() or self._cadence.due(step)
         if self._cadence.due_by_steps(step):

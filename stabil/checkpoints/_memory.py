@@ -156,6 +156,11 @@ class Ring:
         """The snapshot of a step."""
         return next((s for s in self._kept if s.step == step), None)
 
+    @property
+    def newest(self) -> int | None:
+        """Step of the newest snapshot."""
+        return self._kept[-1].step if self._kept else None
+
     def healthy(self, before: int | None = None) -> list[int]:
         """Steps of the healthy snapshots, newest first."""
         steps = [s.step for s in self._kept if s.tag == "healthy"]

@@ -496,6 +496,11 @@ def test_no_healthy_step(tmp_path):
             {"keep_in_memory": -1},
             "needed keep_in_memory as a whole number >= 0, got -1",
         ),
+        ({"snapshot_every": 0}, "needed snapshot_every as a whole number >= 1, got 0"),
+        (
+            {"snapshot_every": 10, "keep_in_memory": 0},
+            "needed keep_in_memory as a whole number >= 1, got 0",
+        ),
         (
             {"save_every_minutes": 0},
             "needed save_every_minutes > 0, or None to count steps alone, got 0",

@@ -282,6 +282,22 @@ def test_the_newest_healthy_state_wins_whatever_its_level(tmp_path):
     assert Keeper(tmp_path).newest_healthy() == 20
 
 
+def test_save_takes_snapshots_at_their_own_cadence_also_after_a_rollback(tmp_path):
+    keeper = Keeper(tmp_path, save_every=100, snapshot_every=10)
+
+    def taken(steps):
+        return [n for n in steps if keeper.save(n, small(n))]
+
+    assert taken(range(35)) == [0, 10, 20, 30]
+    keeper.mark(20, "healthy")
+    back = keeper.rollback(TARGET, 30)
+    assert (back.step, back.source) == (20, "memory")
+    assert not keeper.due(29) and keeper.due(30)
+    assert taken(range(20, 45)) == [30, 40]
+    keeper.wait()
+    assert list(keeper.steps()) == [0]
+
+
 def memory_of(ring):
     return {s.pieces[0][(0,)].ctypes.data for s in [*ring._kept, *ring._spare]}
 

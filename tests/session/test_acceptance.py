@@ -169,6 +169,23 @@ def test_weights_times_100_raise_the_alarm_name_the_layer_and_are_undone(
         np.testing.assert_allclose(a, b, atol=0.1)
 
 
+def test_rollback_lands_on_a_snapshot_where_that_is_the_newest_healthy_state(
+    tmp_path, params
+):
+    weights = inject.Fault(
+        kind="scale", place="parameters", step=65, where="layer_1/kernel", size=100.0
+    )
+    with Keeper(tmp_path / "ck", save_every=1000, snapshot_every=20) as keeper:
+        state, session = train(tmp_path, params, 100, keeper, once(weights))
+        assert keeper.steps() == {0: "healthy", 100: "healthy"}
+    (back,) = [e for e in read_events(tmp_path / "run") if e.action == "rollback"]
+    assert back.numbers["to_step"] == 40
+    assert session.summary()["next_step"] == 100
+    clean, _ = train(tmp_path / "clean", params, 100)
+    for a, b in zip(jax.tree.leaves(state[0]), jax.tree.leaves(clean[0]), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.1)
+
+
 def test_alerts_obey_the_cool_down(tmp_path, params):
     inbox = Inbox()
 
