@@ -65,10 +65,11 @@ def guard(
     activation, parameter or moment that is not finite, the jumps named in
     `stabil.detectors`, and a parameter leaf whose size leaps between two steps as no
     update makes it leap: memory that was overwritten.
-    A spike of the gradient alone is clipped, not blocked; a leap in the warm-up, where
-    there is no limit to clip to, is blocked. Blocks for finite values end after
-    `max_consecutive_steps`, when the new level is taken as normal; blocks for
-    non-finite values last as long as their cause: watch `tally.blocked_in_a_row`.
+    A spike of the gradient alone is not blocked, and clipped from four times the level
+    on; a leap in the warm-up, where there is no limit to clip to, is blocked. Blocks
+    for finite values end after `max_consecutive_steps`, when the new level is taken as
+    normal; blocks for non-finite values last as long as their cause: watch
+    `tally.blocked_in_a_row`.
     Quiet gradients pass unchanged.
 
     Place: outermost, around the whole chain, inside `optax.MultiSteps`. Does not: guard

@@ -43,6 +43,7 @@ def spike_aware(
     decay: float = 0.98,
     warmup_steps: int = 20,
     max_consecutive_steps: int = 5,
+    least_ratio: float = 4.0,
     max_norm: float = float("inf"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips a gradient whose norm spikes, by a robust rule on the log of the norm.
@@ -50,13 +51,18 @@ def spike_aware(
     With n the global L2 norm in float32, m and s the robust level and standard
     deviation of log n (`stabil.detectors`):
 
-      limit = min(exp(m + threshold * s), max_norm);  g <- g * min(1, limit / n)
+      limit = exp(m + threshold * s)
+      g <- g * limit / n   where n > max(limit, least_ratio * exp(m))
+      g <- g * min(1, max_norm / n)
 
-    A spike enters m and s as if it were 3 s away, so that it neither hides the next one
-    nor raises the limit. A lasting change of the norm is taken as the new level after
-    `max_consecutive_steps` clipped steps. A gradient with a NaN or an infinity becomes
-    zero and changes no statistic. A finite gradient whose norm leaves float32 (1.8e19)
-    is brought within the limit, or to at most 1 before there is one.
+    Healthy norms have heavy tails: of 154,000 steps of eight public GPT-2 runs 316
+    leave six deviations, and 20 of these four times their level as well. The others are
+    told as spikes and not touched. A spike enters m and s as if it were 3 s away, so
+    that it neither hides the next one nor raises the limit. A lasting change of the
+    norm is taken as the new level after `max_consecutive_steps` spikes in a row. A
+    gradient with a NaN or an infinity becomes zero and changes no statistic. A finite
+    gradient whose norm leaves float32 (1.8e19) is brought within the limit, or to at
+    most 1 before there is one.
     Quiet gradients pass unchanged.
 
     Place: first in `optax.chain`, or `clip=` of `stabil.guard`. Does not: stop the
@@ -66,11 +72,13 @@ def spike_aware(
     `stabil.Session` ends it. Cost: one read of the gradient.
 
     Args:
-      threshold: robust standard deviations above the level that are still accepted;
-        dimensionless, > 0.
+      threshold: robust standard deviations above the level, where a spike begins and
+        what it is clipped to; dimensionless, > 0.
       decay: memory of the level, per step; in [0, 1).
       warmup_steps: steps at the start that only `max_norm` clips; >= 1.
-      max_consecutive_steps: clipped steps in a row that re-learn the level; >= 1.
+      max_consecutive_steps: spikes in a row that re-learn the level; >= 1.
+      least_ratio: a norm of less than so many times its level is not clipped, however
+        many deviations that is; dimensionless, > 0.
       max_norm: an ordinary constant limit on the norm as well; > 0, inf for none.
 
     Returns:
@@ -99,7 +107,9 @@ def spike_aware(
     the log of the norm, (2) with mean absolute deviation instead of the variance, (3)
     with an end to every refusal, (4) statistics that no NaN can enter.
     """
-    _check.positive("spike_aware", threshold=threshold, max_norm=max_norm)
+    _check.positive(
+        "spike_aware", threshold=threshold, least_ratio=least_ratio, max_norm=max_norm
+    )
     _check.fraction("spike_aware", decay=decay)
     _check.at_least(
         "spike_aware",
@@ -132,9 +142,11 @@ def spike_aware(
         d = deviate(
             state.baseline, x, floor=jnp.float32(_FLOOR), warmup_steps=warmup_steps
         )
-        limit = jnp.exp(state.baseline.location + threshold * d.scale)[0]
         armed = state.baseline.observed[0] >= warmup_steps
-        limit = jnp.minimum(jnp.where(armed, limit, jnp.inf), max_norm)
+        level = jnp.where(armed, jnp.exp(state.baseline.location[0]), jnp.inf)
+        edge = level * jnp.exp(threshold * d.scale[0])
+        far = jnp.maximum(edge, least_ratio * level)
+        limit = jnp.minimum(jnp.where(norm > far, edge, jnp.inf), max_norm)
         over = finite & (norm > limit)
         factor = jnp.where(over, limit / jnp.where(over, norm, 1.0), 1.0)
         # Entries are bounded by LARGEST then, which bounds the norm as well.
@@ -161,7 +173,7 @@ def spike_aware(
                 grad_norm=norm, clip_factor=jnp.where(finite, factor, 0.0)
             ),
             clip_factor=jnp.where(finite, factor, 0.0),
-            threshold_norm=limit,
+            threshold_norm=jnp.minimum(far, max_norm),
         )
         return _tree.rescale(updates, factor, finite), new
 

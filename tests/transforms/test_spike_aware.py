@@ -21,13 +21,25 @@ def warm(tx, rng, steps=60):
 
 
 def test_spike_is_bounded_in_its_direction(rng):
-    update, state = warm(stabil.spike_aware(), rng)
+    update, before = warm(stabil.spike_aware(), rng)
     g = 100 * jnp.arange(1.0, 9.0)
-    updates, state = update(g, state)
-    limit = float(state.threshold_norm)
+    updates, state = update(g, before)
+    limit = np.linalg.norm(updates)
     assert 0.5 < limit < 1.5
     np.testing.assert_allclose(updates, g * limit / np.linalg.norm(g), rtol=1e-5)
     np.testing.assert_allclose(state.clip_factor, limit / np.linalg.norm(g), rtol=1e-5)
+    level = np.exp(before.baseline.location[0])
+    np.testing.assert_allclose(state.threshold_norm, 4 * level, rtol=1e-5)
+
+
+@pytest.mark.parametrize("least, clipped", [(4.0, False), (2.5, True)])
+def test_norm_of_few_times_its_level_is_told_and_not_touched(rng, least, clipped):
+    update, state = warm(stabil.spike_aware(least_ratio=least), rng)
+    g = jnp.zeros(8).at[0].set(3 * jnp.exp(state.baseline.location[0]))
+    updates, state = update(g, state)
+    assert stabil.vitals(state).causes == ("gradient_spike",)
+    assert bool(jnp.any(updates != g)) == clipped == (state.clip_factor < 1)
+    assert int(stabil.vitals(state).tally.clipped_steps) == clipped
 
 
 def test_finite_gradient_beyond_the_square_root_of_float32_is_clipped(rng):
