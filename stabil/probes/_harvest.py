@@ -29,8 +29,8 @@ class Mode(NamedTuple):
     """How a jaxpr is run.
 
     Attributes:
-      recompute: whether this is the second run of a checkpointed forward pass, whose
-        forward taps were read in the first.
+      recompute: whether this is the second run of a checkpointed forward pass, most of
+        whose forward taps were read in the first.
       keep: whether taps stay in place, for whoever collects around this run.
     """
 
@@ -50,6 +50,8 @@ class Harvest:
       nothing: what a tensor without entries tells, `[width]`.
       merge: from `[parts, ..., width]` of the parts of a tensor to the whole's.
       only: whether taps that are not read are taken out.
+      run_before: rows of the program that `rows_before` found; the second run of a
+        checkpointed forward pass leaves these to the first.
       missed: names of taps that were met where nothing can be brought out, with the
         primitive that holds them.
     """
@@ -60,6 +62,7 @@ class Harvest:
     nothing: Callable[[], jax.Array]
     merge: Callable[[jax.Array], jax.Array]
     only: bool = False
+    run_before: frozenset[_rows.Row] = frozenset()
     missed: dict[str, str] = dataclasses.field(default_factory=dict)
     _taps: dict[int, tuple[Any, frozenset[_rows.Row]]] = dataclasses.field(
         default_factory=dict
@@ -111,6 +114,28 @@ def row_of(params: dict[str, Any]) -> _rows.Row:
     """The row that a tap leaves."""
     kind = "" if params["kind"] == FORWARD else "@" + params["kind"]
     return _rows.Row(params["name"], kind + params["suffix"])
+
+
+def rows_before(jaxpr: Any) -> frozenset[_rows.Row]:
+    """The rows of forward taps outside of every second run of a checkpointed pass.
+
+    A tap in a derivative rule written by hand may be met in a second run alone.
+    """
+    rows: set[_rows.Row] = set()
+    seen: dict[int, Any] = {}
+
+    def walk(jaxpr: Any) -> None:
+        seen[id(jaxpr)] = jaxpr
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is tap_p and eqn.params["kind"] == FORWARD:
+                rows.add(row_of(eqn.params))
+            if not eqn.params.get("differentiated", False):
+                for inner in jaxprs_in(eqn.params):
+                    if id(inner) not in seen:
+                        walk(inner)
+
+    walk(open_jaxpr(jaxpr))
+    return frozenset(rows)
 
 
 def evaluate(
@@ -178,7 +203,7 @@ class _Reader:
         if eqn.params["kind"] == PLACE:
             return [x]
         row = row_of(eqn.params)
-        skipped = self.mode.recompute and eqn.params["kind"] == FORWARD
+        skipped = self.mode.recompute and row in self.harvest.run_before
         if self.harvest.wants(row) and not skipped:
             source = eqn.invars[0]
             tensor = self.same.get(source, source)

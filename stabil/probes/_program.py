@@ -86,15 +86,16 @@ def read(
         hidden = kind == "@place" or (kind == "@grad" and not backward)
         return not hidden and _select.selected(patterns, *_names(row.name))
 
+    jaxpr = program.closed.jaxpr
     harvest = _harvest.Harvest(
         wants,
         only=only,
+        run_before=_harvest.rows_before(jaxpr),
         read=spread.read,
         conclude=spread.conclude,
         nothing=spread.nothing,
         merge=spread.merge,
     )
-    jaxpr = program.closed.jaxpr
     _select.require_matches(patterns, dict.fromkeys([*places, *names_in(jaxpr)]))
     outs, nodes, values = _harvest.evaluate(harvest, jaxpr, program.closed.consts, ())
     if harvest.missed:
