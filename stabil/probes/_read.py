@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stabil.probes import _quick, _reduce, _shards, _twice
+from stabil.probes._captured import own_terms
 from stabil.probes._jaxprs import varying
 
 
@@ -62,11 +63,11 @@ def read(
     """
     x = as_real(lax.stop_gradient(x))
     alone = _shards.devices() == 1 and not varying(jax.typeof(x))
-    return _read(x, due, groups, quick=bool(x.size) and alone)
+    # A user's function may close over what changes from one trace to the next.
+    run = _read if own_terms(groups) else _read_alike
+    return run(x, due, groups, quick=bool(x.size) and alone)
 
 
-# Tensors of a shape share one trace.
-@functools.partial(jax.jit, static_argnames=("groups", "quick"))
 def _read(
     x: jax.Array, due: jax.Array | None, groups: tuple[str, ...], quick: bool
 ) -> Reading:
@@ -109,6 +110,10 @@ def split(groups: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     quick = tuple(g for g in groups if _quick.covers(g))
     slow = tuple(g for g in groups if not _quick.covers(g))
     return quick, (*_reduce.COUNTS, *slow) if slow else ()
+
+
+# Tensors of a shape share one trace.
+_read_alike = jax.jit(_read, static_argnames=("groups", "quick"))
 
 
 class Bits(NamedTuple):

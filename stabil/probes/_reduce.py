@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stabil.probes import _quantiles
+from stabil.probes._captured import own_terms
 from stabil.probes._statistics import STATISTICS
 from stabil.probes._sums import LARGEST_PILOT, SUMS, Elements, Quantities, Row, Term
 
@@ -36,7 +37,6 @@ def finish(packed: jax.Array, statistics: tuple[str, ...]) -> jax.Array:
     return jnp.stack(values, axis=-1)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
 def accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     """The pass over a tensor: what its rows add up to.
 
@@ -44,6 +44,11 @@ def accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
       float32 `[2 + terms, rows]`: finite entries, pilot, then the accumulators of the
       terms of `groups`, then lines of a sample where a group needs one.
     """
+    run = _accumulate if own_terms(groups) else _accumulate_alike
+    return run(x, groups)
+
+
+def _accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     x = lax.stop_gradient(x)
     axes = _explicit_axes(x)
     if not axes:
@@ -61,6 +66,9 @@ def accumulate(x: jax.Array, groups: tuple[str, ...]) -> jax.Array:
     reshard = getattr(jax, "reshard", None) or jax.sharding.reshard
     everywhere = jax.P(*(None,) * rows.ndim)
     return reshard(rows, jax.NamedSharding(jax.typeof(x).sharding.mesh, everywhere))
+
+
+_accumulate_alike = jax.jit(_accumulate, static_argnums=1, inline=True)
 
 
 def _explicit_axes(x: jax.Array) -> tuple[str, ...]:

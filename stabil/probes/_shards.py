@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 # For each dimension of a tensor, the mesh axes that it is cut along.
 Cut = tuple[tuple[str, ...], ...]
-# Of a function on shards: mesh axes, the cut of the argument, and the argument.
-OnShard = Callable[[tuple[str, ...], Cut, jax.Array], jax.Array]
+# Of a function on shards: mesh axes, the cut of the argument, the argument, and what
+# every device has.
+OnShard = Callable[..., jax.Array]
 
 
 def devices() -> int:
@@ -41,8 +42,14 @@ def explicit_mesh(x: jax.Array) -> Any:
     return mesh if all(t == AxisType.Explicit for t in types) else None
 
 
-def on_shards(fn: OnShard, x: jax.Array, *, out: tuple[int, ...]) -> jax.Array:
-    """`fn(axes, cut, x)` on each device's part of `x`.
+def on_shards(
+    fn: OnShard,
+    x: jax.Array,
+    *,
+    out: tuple[int, ...],
+    same: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """`fn(axes, cut, x, *same)` on each device's part of `x`.
 
     Args:
       fn: pure, and without arrays that it closes over; `axes` are the names of the
@@ -50,23 +57,29 @@ def on_shards(fn: OnShard, x: jax.Array, *, out: tuple[int, ...]) -> jax.Array:
         on one device.
       x: an array.
       out: shape of the result on a device, float32.
+      same: arrays that every device has whole.
     """
     mesh = explicit_mesh(x)
     if mesh is not None:
-        return _in_explicit_mesh(fn, x, mesh, P())
+        return _in_explicit_mesh(fn, x, mesh, P(), same)
 
-    def whole(x: jax.Array) -> jax.Array:
-        return fn((), ((),) * x.ndim, x)
+    def whole(x: jax.Array, *same: jax.Array) -> jax.Array:
+        return fn((), ((),) * x.ndim, x, *same)
 
     cut_up = custom_partitioning(whole)
     cut_up.def_partition(
         partition=functools.partial(_partition, fn),
         infer_sharding_from_operands=_everywhere,
-        sharding_rule=_no_relation(x.ndim, len(out)),
+        sharding_rule=_no_relation([a.ndim for a in (x, *same)], len(out)),
     )
     call = jax.custom_batching.custom_vmap(cut_up)
-    call.def_vmap(lambda size, batched, x: (jax.vmap(whole)(x), True))
-    return call(x)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *args: jax.Array) -> tuple[jax.Array, bool]:
+        axes = [0 if b else None for b in batched]
+        return jax.vmap(whole, axes)(*args), True
+
+    return call(x, *same)
 
 
 def in_whole(index: jax.Array, shape: tuple[int, ...], cut: Cut) -> jax.Array:
@@ -97,20 +110,24 @@ def stack_shards(x: jax.Array, mesh: Any) -> jax.Array:
     return _in_explicit_mesh(lambda axes, cut, x: x[None], x, mesh, ends)
 
 
-def _in_explicit_mesh(fn: OnShard, x: jax.Array, mesh: Any, ends: Any) -> jax.Array:
+def _in_explicit_mesh(
+    fn: OnShard, x: jax.Array, mesh: Any, ends: Any, same: Sequence[jax.Array] = ()
+) -> jax.Array:
     spec, axes = jax.typeof(x).sharding.spec, tuple(mesh.axis_names)
     run = functools.partial(fn, axes, _cut(spec, x.ndim))
     # Not checked: the results differ, whatever their type says.
+    specs = (spec, *(P() for _ in same))
     return jax.shard_map(
-        run, mesh=mesh, in_specs=spec, out_specs=ends, check_vma=False
-    )(x)
+        run, mesh=mesh, in_specs=specs, out_specs=ends, check_vma=False
+    )(x, *same)
 
 
 def _partition(fn: OnShard, mesh: Any, args: Any, result: Any) -> Any:
     sharding = args[0].sharding
     cut = _cut(sharding.spec, len(args[0].shape))
     run = functools.partial(fn, tuple(mesh.axis_names), cut)
-    return mesh, run, _everywhere(mesh, args, result), (sharding,)
+    same = [_everywhere(mesh, args, result) for _ in args[1:]]
+    return mesh, run, _everywhere(mesh, args, result), (sharding, *same)
 
 
 def _everywhere(mesh: Any, args: Any, result: Any) -> NamedSharding:
@@ -122,8 +139,8 @@ def _cut(spec: Any, ndim: int) -> Cut:
     return *parts, *((),) * (ndim - len(parts))
 
 
-def _no_relation(inner: int, outer: int) -> str:
-    """The rule of sharding by which no axis of the result is one of the argument."""
+def _no_relation(inner: Sequence[int], outer: int) -> str:
+    """The rule of sharding by which no axis of the result is one of an argument."""
     names = iter(string.ascii_lowercase)
-    sides = (" ".join(next(names) for _ in range(n)) for n in (inner, outer))
-    return " -> ".join(sides)
+    sides = [" ".join(next(names) for _ in range(n)) for n in (*inner, outer)]
+    return ", ".join(sides[:-1]) + " -> " + sides[-1]

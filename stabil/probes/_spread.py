@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stabil.probes import _places, _read, _reduce, _shards
+from stabil.probes._captured import Captured
 from stabil.probes._jaxprs import varying
 from stabil.probes._shards import Cut
 from stabil.probes._sums import SUMS
@@ -45,12 +46,16 @@ class Spread:
         if not _is_spread(x):
             return _read.read(x, self.groups, self.due)
         rows = max(ROWS, -(-x.size // _reduce.LONGEST_ROW))
-        read = functools.partial(_read_part, groups=self.groups, rows=rows)
+        captured = Captured(self.groups)
+        read = functools.partial(
+            _read_part, groups=self.groups, rows=rows, captured=captured
+        )
         quick, slow = _read.split(self.groups)
         more = _reduce.width(slow) if slow else 0
         before = _reduce.width(quick) + 1 + more
         out = (before + _reduce.lines(quick) * (rows + 1),)
-        run = functools.partial(_shards.on_shards, read, out=out)
+        same = tuple(captured.arrays)
+        run = functools.partial(_shards.on_shards, read, out=out, same=same)
         if self.due is None:
             return run(x)
         nan = jnp.full(out, jnp.nan, jnp.float32)
@@ -119,7 +124,13 @@ def _is_spread(x: jax.Array) -> bool:
 
 
 def _read_part(
-    axes: tuple[str, ...], cut: Cut, x: jax.Array, *, groups: Any, rows: int
+    axes: tuple[str, ...],
+    cut: Cut,
+    x: jax.Array,
+    *same: jax.Array,
+    groups: Any,
+    rows: int,
+    captured: Captured,
 ) -> jax.Array:
     """What was read of a part: told, owner, of other groups, sums; flat."""
     owner = jnp.float32(1 if axes else SAME)
@@ -130,7 +141,8 @@ def _read_part(
     found = _read.read_in_rows(x, quick, rows)
     told = [jnp.stack([*found.told, owner])]
     if slow:
-        more = _reduce.settle(_reduce.accumulate(x, slow)[None], slow)[0]
+        with captured.given(same):
+            more = _reduce.settle(_reduce.accumulate(x, slow)[None], slow)[0]
         whole = functools.partial(_shards.in_whole, shape=x.shape, cut=cut)
         size = x.size * _shards.parts_of(cut)
         told += [_placed(more, slow, lambda q: _places.within(q, whole, size))]

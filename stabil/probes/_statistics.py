@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stabil.probes import _kurtosis, _places, _quantiles, _sums
+from stabil.probes._captured import Own
 from stabil.probes._formats import FORMATS
 from stabil.probes._sums import LARGEST, SUMS, Elements, Quantities
 
@@ -151,7 +152,8 @@ def register(
     Args:
       name: its column; not in use.
       of: what each element adds: from `Elements` (`raw`, `finite`, `value`, each of
-        the tensor's shape, float32 or bool) to an array of the same shape.
+        the tensor's shape, float32 or bool) to an array of the same shape. It may
+        close over arrays, those of the step that is traced included.
       combine: `add`, `min` or `max`: how the elements combine, and so how parts of a
         tensor do.
       finish: from the number of finite elements and the combined value, float32, to
@@ -183,7 +185,9 @@ def register(
             "example stabil.probes.register('negatives', lambda e: e.value < 0)"
         )
     own = f"user:{name}"
-    SUMS[own] = _sums.plain(of, combine)
+    (term,) = (plain := _sums.plain(of, combine)).terms
+    terms = (term._replace(of=Own(term.of)),)
+    SUMS[own] = dataclasses.replace(plain, terms=terms)
     last = finish or (lambda n, value: value)
     STATISTICS[name] = Statistic((own,), lambda n, q: last(n, q[own][0]))
 
