@@ -14,6 +14,7 @@ from stabil.transforms._spike_aware import SpikeAwareState
 from stabil.vocabulary import Measures, Readings, Severity, Shadow, Verdict, Vitals
 
 _KINDS = (GuardState, SpikeAwareState)
+_SEEN = "activations"
 _MIRRORS = ("mu", "trace", "nu")  # fields of Optax states whose trees mirror params
 
 
@@ -33,7 +34,8 @@ def vitals(
       params: parameters, for the names of gradient leaves; only their paths are used.
         Without it, names come from moments in the state that mirror the params, or are
         numbers.
-      readings: the step's `Readings`, carried along for the host.
+      readings: the step's `Readings`, carried along for the host, and for the names of
+        rows. Without them a row or device that offends is named `activations`.
 
     Returns:
       `Vitals`.
@@ -81,7 +83,9 @@ def _signals(
     if isinstance(state, SpikeAwareState):
         leaves = _leaf_names(None, opt_state, params)
         return ("grads/global_norm", *(f"grads/{n}" for n in leaves))
-    rows = () if readings is None else readings.names
+    rows = (_SEEN,)
+    if readings is not None:
+        rows = tuple(f"{_SEEN}/{n}" for n in readings.names)
     shards = None if readings is None else readings.shards
     devices = range(0 if shards is None else shards.shape[-3])
     count = state.judge_state.signals.location.shape[-1] // 2 - 1
@@ -92,7 +96,7 @@ def _signals(
         *(f"grads/{n}" for n in leaves),
         *(f"moments/{n}" for n in leaves),
         "updates/rms",
-        *(f"activations/{n}" for n in rows),
+        *rows,
         *(f"devices/{i}" for i in devices),
         *(f"params/{n}" for n in leaves),
     )
@@ -111,11 +115,17 @@ def _largest_shadow(found: list[Shadow | None]) -> Shadow | None:
 
 
 def _counted_from_the_front(state: Any, names: tuple[str, ...]) -> Any:
-    """The state with a parameter named by its position among the signals."""
+    """The state with a parameter named by its position among the signals.
+
+    Where rows have no names, each has the position of all.
+    """
     if isinstance(state, SpikeAwareState):
         return state
     verdict, end = state.verdict, jnp.int32(len(names) + 1)
-    first = jnp.where(verdict.first < -1, verdict.first + end, verdict.first)
+    first = verdict.first
+    if _SEEN in names:
+        first = jnp.minimum(first, names.index(_SEEN))
+    first = jnp.where(first < -1, first + end, first)
     return state._replace(verdict=verdict._replace(first=first))
 
 

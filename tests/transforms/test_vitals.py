@@ -87,6 +87,7 @@ def test_names_come_from_params_or_a_mirror_or_numbers():
         "moments/a",
         "moments/b",
         "updates/rms",
+        "activations",
         "params/a",
         "params/b",
     )
