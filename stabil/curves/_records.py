@@ -45,8 +45,8 @@ def detect(path: pathlib.Path) -> str:
         return "jsonl"
     with open_text(path) as file:
         head = file.read(4096)
-    first = head.lstrip().split("\n", 1)[0].strip()
-    if suffix == ".json" and not (first.startswith("{") and first.endswith("}")):
+    first, _, rest = head.strip().partition("\n")
+    if suffix == ".json" and not (first.startswith("{") and rest.startswith("{")):
         return "json"
     if first.startswith("{"):
         return "jsonl"

@@ -55,10 +55,17 @@ def test_hugging_face_trainer_state(tmp_path):
     history = [dict(step=s, loss=x, grad_norm=g, epoch=0.1) for s, x, g in ROWS]
     history.append({"step": 30, "eval_loss": 2.0, "epoch": 0.1})
     state = {"best_metric": None, "global_step": 30, "log_history": history}
-    text = json.dumps(state, indent=2)
-    log = Log(write(tmp_path / "trainer_state.json", text))
+    for text in (json.dumps(state, indent=2), json.dumps(state)):
+        log = Log(write(tmp_path / "trainer_state.json", text))
+        assert_rows(log)
+        assert log.format == "json"
+
+
+def test_lines_of_json_in_a_file_named_json(tmp_path):
+    lines = [json.dumps(dict(step=s, loss=x, grad_norm=g)) for s, x, g in ROWS]
+    log = Log(write(tmp_path / "run.json", "\r\n".join(lines)))
     assert_rows(log)
-    assert log.format == "json"
+    assert log.format == "jsonl"
 
 
 def test_weights_and_biases_export(tmp_path):
