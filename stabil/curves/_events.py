@@ -89,9 +89,10 @@ class Tracker:
         severity = judge.row(step, loss, grad_norm)
         if row == 0:
             self._first = loss
-        if judge.loss.level < self.lowest and judge.loss.armed:
-            self.lowest, self.lowest_step = judge.loss.level, step
-        if self._shift and judge.loss.level < self._limit:
+        level = judge.loss.level
+        if level < self.lowest and judge.loss.armed:
+            self.lowest, self.lowest_step = level, step
+        if self._shift and level < self._limit:
             self.returned[self._shift.start], self._shift = step, None
         if severity or self._loss or self._norm or self._bad:
             self._open(step, row, loss, grad_norm, severity, before)

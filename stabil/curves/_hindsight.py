@@ -8,12 +8,10 @@ from collections.abc import Iterable, Iterator
 from stabil.curves._event import Event
 from stabil.curves._events import Tracker
 from stabil.curves._judge import WARN, Judge
-from stabil.curves._slow import WINDOW, Slow
+from stabil.curves._slow import Row, Slow, windows
 
 _STILL_HIGH = 1.05
 _SLOW_RISE = math.log(1.15)
-
-Row = tuple[float, float, "float | None"]
 
 
 def find_events(rows: Iterable[Row], judge: Judge | None = None) -> list[Event]:
@@ -43,17 +41,12 @@ def find_events(rows: Iterable[Row], judge: Judge | None = None) -> list[Event]:
 
 
 def _all(tracker: Tracker, slow: Slow, rows: Iterable[Row]) -> Iterator[Event]:
-    take, window = tracker.row, []
-    for row in rows:
-        window.append(row)
-        if len(window) == WINDOW:
-            slow.take(window)
-            window = []
-        step, loss, norm = row
-        ended = take(step, loss, norm)
-        if ended:
-            yield from ended
-    slow.take(window)
+    for window in windows(rows):
+        slow.take(window)
+        for step, loss, norm in window:
+            ended = tracker.row(step, loss, norm)
+            if ended:
+                yield from ended
     yield from tracker.finish()
 
 

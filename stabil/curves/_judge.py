@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 
 from stabil.curves._signal import LONGEST_ROWS, RETURN, THRESHOLD, Signal
@@ -87,7 +88,7 @@ class Judge:
         self._threshold, self._drift = threshold, drift
         self._floor, self._longest = floor, longest
         self.linear = False
-        self._step = -math.inf
+        self._step = math.inf
         self.announce()
         self.loss_score = self.norm_score = 0.0
         self.nonfinite = self.loss_severity = 0
@@ -99,7 +100,7 @@ class Judge:
         self._highest, self._lowest = -math.inf, math.inf
         self._distinct, self._evidence = 0, 0.0
         self._stale = math.nan
-        self._rises = [0.0, 0.0, 0.0]
+        self._rises = collections.deque([0.0, 0.0, 0.0], maxlen=3)
         self._event = False
 
     def row(self, step: float, loss: float, grad_norm: float | None = None) -> int:
@@ -114,24 +115,23 @@ class Judge:
         Returns:
           The severity: 0 ok, 1 watch, 2 warn, 3 block.
         """
-        sparse = step - self._step >= SPARSE_STEPS and self._step > -math.inf
+        sparse = step - self._step >= SPARSE_STEPS
         self._step = step
-        finite_loss = math.isfinite(loss)
-        self.nonfinite = 0 if finite_loss else 1
-        self.loss_score = self.norm_score = 0.0
+        nonfinite, norm_score, found = 0, 0.0, OK
         if grad_norm is not None:
-            if not math.isfinite(grad_norm):
-                self.nonfinite += 2
+            if not -math.inf < grad_norm < math.inf:
+                nonfinite = 2
             elif grad_norm > 0:
-                self.norm_score = self.norm.step(math.log(grad_norm))
-        severity = BLOCK if self.nonfinite else OK
-        self.loss_severity = OK
-        if self.norm_score > self._threshold:
-            severity = max(severity, WATCH)
-        if finite_loss and (loss or self.linear):
-            found = self.loss_severity = self._loss(loss, sparse, grad_norm is not None)
-            severity = found if found > severity else severity
-        return severity
+                norm_score = self.norm.step(math.log(grad_norm))
+        self.loss_score, self.norm_score = 0.0, norm_score
+        if not -math.inf < loss < math.inf:
+            nonfinite += 1
+        elif loss or self.linear:
+            found = self._loss(loss, sparse, grad_norm is not None)
+        self.loss_severity, self.nonfinite = found, nonfinite
+        if nonfinite:
+            return BLOCK
+        return WATCH if not found and norm_score > self._threshold else found
 
     def _loss(self, loss: float, sparse: bool, has_norm: bool) -> int:
         signal = self.loss
@@ -158,16 +158,22 @@ class Judge:
         z = self.loss_score = signal.step(x)
         if loss != self._stale:
             self._stale = loss
-            gain = min(z, self._threshold) - self._drift
-            evidence = self._evidence + gain
-            # One row of room above the limit, so that a return ends it soon.
-            limit = EVIDENCE_SPARSE if sparse else EVIDENCE
-            most = limit + self._threshold - self._drift
-            self._evidence = 0.0 if z < 0 or evidence < 0 else min(evidence, most)
+            if z > self._drift or self._evidence:
+                self._gather(z, sparse)
+        self._rises.append(jump)
         if z < RETURN and not self._event:
-            self._rises = [*self._rises[1:], jump]
             return OK
         return self._high(z, jump, again or sparse, sparse, has_norm)
+
+    def _gather(self, z: float, sparse: bool) -> None:
+        """Adds the evidence of one score; a loss below the level clears it."""
+        evidence = self._evidence + (min(z, self._threshold) - self._drift)
+        if z < 0 or evidence < 0:
+            self._evidence = 0.0
+            return
+        # One row of room above the limit, so that a return ends it soon.
+        limit = EVIDENCE_SPARSE if sparse else EVIDENCE
+        self._evidence = min(evidence, limit + self._threshold - self._drift)
 
     def _early(self, x: float, unit: float) -> bool:
         """Whether a loss of the warm-up blows up; the others widen the range."""
@@ -183,7 +189,6 @@ class Judge:
         self, z: float, jump: float, again: bool, sparse: bool, has_norm: bool
     ) -> int:
         """Judges a loss that lies high, or that ends an event."""
-        rises = self._rises = [*self._rises[1:], jump]
         norm, out = self.norm_score, z > self._threshold
         warn = out and self._event
         if z > RETURN:
@@ -193,7 +198,7 @@ class Judge:
                 apart = jump > LARGE_JUMP or z > ALONE
                 warn |= out and (not has_norm or norm > SUPPORT or apart)
             else:
-                warn |= self._evidence >= EVIDENCE and min(rises) >= LEAST_RISE
+                warn |= self._evidence >= EVIDENCE and min(self._rises) >= LEAST_RISE
             if again:
                 warn |= out and jump > LARGE_JUMP and norm > self._threshold
                 warn |= z > HUGE_SCORE and jump > HUGE_JUMP

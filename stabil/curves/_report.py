@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from stabil.curves._event import Event
@@ -12,6 +13,7 @@ from stabil.curves._judge import WARN
 from stabil.curves._messages import Message
 from stabil.curves._read import Log, Problem
 from stabil.curves._sketch import Sketch
+from stabil.curves._slow import Row, windows
 from stabil.curves._spike_score import SpikeScore
 
 
@@ -84,29 +86,29 @@ def lint(path: str | pathlib.Path, **names: Any) -> Report:
     """
     log = Log(path, **names)
     loss_score, norm_score, sketch = SpikeScore(), SpikeScore(), Sketch()
-    seen = [0, math.nan, math.nan]
+    rows, first_step, last_step = 0, math.nan, math.nan
 
-    def rows() -> Any:
-        for row in log:
-            step, loss, norm = row
-            if not seen[0]:
-                seen[1] = step
-            seen[0] += 1
-            seen[2] = step
-            loss_score.add(loss)
-            if norm is not None:
-                norm_score.add(norm)
-            sketch.add(step, loss)
-            yield row
+    def read() -> Iterator[Row]:
+        nonlocal rows, first_step, last_step
+        for window in windows(log):
+            if not rows:
+                first_step = window[0][0]
+            rows, last_step = rows + len(window), window[-1][0]
+            for step, loss, norm in window:
+                loss_score.add(loss)
+                if norm is not None:
+                    norm_score.add(norm)
+                sketch.add(step, loss)
+            yield from window
 
-    events = find_events(rows())
+    events = find_events(read())
     return Report(
         path=str(path),
         format=log.format,
         columns=log.columns,
-        rows=int(seen[0]),
-        first_step=seen[1],
-        last_step=seen[2],
+        rows=rows,
+        first_step=first_step,
+        last_step=last_step,
         events=events,
         loss_spike_score=loss_score.share,
         norm_spike_score=norm_score.share,

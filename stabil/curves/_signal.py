@@ -44,6 +44,7 @@ class Signal:
       seen: values so far.
       excursion: rows of the present excursion; 0 outside of one.
       accepted: whether the newest row made a candidate the level.
+      armed: whether the warm-up has ended.
 
     Args:
       floor: smallest standard deviation to believe, in the unit of the values.
@@ -59,7 +60,7 @@ class Signal:
     """
 
     __slots__ = (
-        "floor threshold longest level seen excursion accepted spread rise last "
+        "floor threshold longest level seen excursion accepted armed spread rise last "
         "dips dip lows prior candidate wobble earlier"
     ).split()
 
@@ -72,12 +73,7 @@ class Signal:
         self.rise = self.dips = self.dip = self.wobble = 0.0
         self.prior = math.inf
         self.seen = self.excursion = self.lows = 0
-        self.accepted = False
-
-    @property
-    def armed(self) -> bool:
-        """Whether the warm-up has ended."""
-        return self.seen >= WARMUP_ROWS
+        self.accepted = self.armed = False
 
     def step(self, x: float) -> float:
         """Takes a finite value in; returns its score z, 0 during the warm-up."""
@@ -86,37 +82,32 @@ class Signal:
         self.accepted = False
         if not seen:
             self.level = self.last = x
-            return 0.0
-        noise = self.spread if self.spread > self.rise else self.rise
-        noise = (noise if noise > self.floor else self.floor) * (1 + 4 / seen)
         gap = x - self.level
-        if seen < WARMUP_ROWS:
+        if not self.armed:
+            z, bound = 0.0, math.inf
             self.level += gap / (seen + 1)
-            self._learn_noise(x, gap, math.inf)
-            return 0.0
-        z = gap / noise
-        if _DIP_WEIGHT * self.dips > self.threshold:
-            z *= self.threshold / (_DIP_WEIGHT * self.dips)
-        if z > self.threshold or (self.excursion and z > RETURN):
-            self._excursion(x, gap, noise)
-            return z
-        self.excursion = 0
-        self.dips *= 1 - NOISE_RATE
-        bound = _INFLUENCE * noise
-        if z < -RETURN:
-            self._fall(x, gap, z, noise)
+            self.armed = seen + 1 >= WARMUP_ROWS
         else:
-            if self.dip:
-                if z > -1 and -self.dip > self.dips:
-                    self.dips = -self.dip
-                self.dip = 0.0
-            self.lows = 0
-            self.level += LEVEL_RATE * (gap if gap < bound else bound)
-        self._learn_noise(x, gap, bound)
-        return z
-
-    def _learn_noise(self, x: float, gap: float, bound: float) -> None:
-        rate = 1 / self.seen
+            noise, rise, floor = self.spread, self.rise, self.floor
+            noise = noise if noise > rise else rise
+            noise = (noise if noise > floor else floor) * (1 + 4 / seen)
+            z, bound = gap / noise, _INFLUENCE * noise
+            dips = self.dips
+            if dips and _DIP_WEIGHT * dips > self.threshold:
+                z *= self.threshold / (_DIP_WEIGHT * dips)
+            if z > self.threshold or (self.excursion and z > RETURN):
+                self._excursion(x, gap, noise)
+                return z
+            self.excursion = 0
+            if dips:
+                self.dips = dips * (1 - NOISE_RATE)
+            if z < -RETURN:
+                self._fall(x, gap, z, noise)
+            else:
+                if self.dip:
+                    self._end_dip(z)
+                self.level += LEVEL_RATE * (gap if gap < bound else bound)
+        rate = 1 / (seen + 1)
         if rate < NOISE_RATE:
             rate = NOISE_RATE
         difference = abs(x - self.last) * _DIFFERENCE_TO_SD
@@ -128,6 +119,13 @@ class Signal:
             above = _RISE_TO_SD * (gap if gap < bound else bound)
         self.rise += rate * (above - self.rise)
         self.last = x
+        return z
+
+    def _end_dip(self, z: float) -> None:
+        """A value that is no longer far below; the dip counts if it came back up."""
+        if z > -1 and -self.dip > self.dips:
+            self.dips = -self.dip
+        self.dip, self.lows = 0.0, 0
 
     def _fall(self, x: float, gap: float, z: float, noise: float) -> None:
         """A value far below: back to an older level, a dip, or a lasting fall."""

@@ -7,8 +7,10 @@ every second of these, fourth, and so on: memory does not grow.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -24,6 +26,16 @@ _LEAST_PLATEAU = 32  # blocks
 _GROWTH = math.log(1.3)
 
 
+Row = tuple[float, float, "float | None"]  # step, loss, gradient norm
+
+
+def windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows in lists of 1024; the last may be shorter."""
+    rest = iter(rows)
+    while window := list(itertools.islice(rest, WINDOW)):
+        yield window
+
+
 class Slow:
     """Takes rows in, and has its events ready at the end.
 
@@ -35,7 +47,7 @@ class Slow:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[float, float, float]] = []
+        self._blocks: list[list[float]] = []  # first step, loss, gradient norm
         self._each = 1  # windows' blocks that were joined into one
         self._patterns: list[Event] = []
         self._last = math.nan
@@ -45,20 +57,17 @@ class Slow:
         """The events of the log."""
         return self._patterns + self._plateaus() + self._drifts()
 
-    def take(self, rows: list[tuple[float, float, float | None]]) -> None:
-        """Takes the next window in: step, loss and gradient norm of each row."""
-        if not rows:
-            return
+    def take(self, rows: list[Row]) -> None:
+        """Takes the next of the `windows` in."""
         table = np.array(rows, np.float64)
         with np.errstate(all="ignore"):
             table[:, 1:] = np.where(table[:, 1:] > 0, np.log(table[:, 1:]), np.nan)
         self._look_for_pattern(table[:, 0], table[:, 1])
         size = _BLOCK * self._each
-        for at in range(0, len(table) - size + 1, size):
-            part = table[at : at + size]
-            self._blocks.append(
-                (float(part[0, 0]), _middle(part[:, 1]), _middle(part[:, 2]))
-            )
+        whole = len(table) // size
+        parts = table[: whole * size].reshape(whole, size, 3)
+        middles = _middle(parts[:, :, 1:])
+        self._blocks += np.column_stack([parts[:, 0, 0], middles]).tolist()
         if len(self._blocks) > _KEPT and size < WINDOW:
             self._blocks = self._blocks[::2]
             self._each *= 2
@@ -117,17 +126,27 @@ class Slow:
         return Event(kind, WATCH, start, start, end, nan, nan, nan)
 
 
-def _middle(x: np.ndarray) -> float:
-    finite = x[np.isfinite(x)]
-    return float(np.median(finite)) if len(finite) else math.nan
+def _middle(x: np.ndarray) -> np.ndarray:
+    """Median over the second axis of what is finite; NaN where nothing is."""
+    finite = np.isfinite(x)
+    ordered = np.sort(np.where(finite, x, np.nan), axis=1)  # with NaN at the end
+    last = np.maximum(finite.sum(axis=1, keepdims=True) - 1, 0)
+    low, high = (np.take_along_axis(ordered, i, 1) for i in (last // 2, -(-last // 2)))
+    return (low + high)[:, 0] / 2
+
+
+@functools.lru_cache(maxsize=8)
+def _trends(rows: int) -> np.ndarray:
+    """Orthonormal columns that span the parabolas over so many rows."""
+    return np.linalg.qr(np.vander(np.linspace(-1, 1, rows), 3))[0]
 
 
 def _period(x: np.ndarray) -> int:
     """Rows after which values repeat, from their autocorrelation; 0 for none."""
     if len(x) < _LEAST_WINDOW or not np.isfinite(x).all():
         return 0
-    place = np.linspace(-1, 1, len(x))
-    x = x - np.polynomial.Polynomial.fit(place, x, 2)(place)
+    trend = _trends(len(x))
+    x = x - trend @ (trend.T @ x)
     width = 6 * np.median(np.abs(x))
     if width == 0:
         return 0

@@ -12,7 +12,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from stabil.curves._window import Window
+import numpy as np
+
+from stabil.curves._window import LARGEST, Window
+
+_DIGITS = 1e-12  # a variance that is less of the sum of squares is rounding
 
 
 class SpikeScore:
@@ -21,17 +25,13 @@ class SpikeScore:
     The report leaves five choices open; here they are: both sides count; population
     standard deviation; the value itself is not in its window; values without a full
     window before them are not judged and not in the denominator; a value that is not
-    finite is a spike and enters no window.
+    finite, or beyond 1e150, is a spike and enters no window.
 
     Args:
       window: values before the one that is judged; >= 2.
       threshold: standard deviations; > 0.
       two_sided: whether values far below count too.
       unbiased: whether the variance loses a degree of freedom.
-
-    Attributes:
-      spikes: spikes so far.
-      judged: values so far that had a full window, or were not finite.
 
     Examples:
       >>> score = SpikeScore(window=4, threshold=3)
@@ -51,32 +51,66 @@ class SpikeScore:
         two_sided: bool = True,
         unbiased: bool = False,
     ):
-        self.spikes = self.judged = 0
-        self._window, self._square = Window(window), threshold**2
+        self._size, self._square = window, threshold**2
         self._two_sided, self._lost = two_sided, int(unbiased)
+        # A window is the end of one block of so many values and the start of the next,
+        # so that its sums are sums of what it holds: no giant takes digits with it.
+        self._before, self._block = np.zeros(0), []
+        self._spikes = self._judged = self._done = 0
 
     def add(self, value: float) -> None:
         """Judges one value and takes it in."""
-        if not math.isfinite(value):
-            self.spikes += 1
-            self.judged += 1
+        if -LARGEST < value < LARGEST:
+            self._block.append(value)
+            if len(self._block) == self._size:
+                self._judge()
+                self._before, self._block = np.array(self._block), []
+                self._done = 0
+        else:
+            self._spikes += 1
+            self._judged += 1
+
+    def _judge(self) -> None:
+        """Judges what is new in the block."""
+        block, done = np.array(self._block), self._done
+        self._done = len(block)
+        if not len(self._before):
             return
-        window = self._window
-        if len(window.values) == window.size:
-            size = window.size
-            mean = window.sum / size
-            away = value - window.origin - mean
-            self.judged += 1
-            if away > 0 or self._two_sided:
-                spread = (window.squares - window.sum * mean) / (size - self._lost)
-                # A constant window has no spread to measure a distance in.
-                self.spikes += 0 < self._square * spread <= away * away
-        window.append(value)
+        origin = np.median(self._before)
+        old, new = self._before - origin, block - origin
+        mean = _sums(old, new) / self._size
+        squares = _sums(old**2, new**2)
+        spread = squares - self._size * mean**2
+        away = (new - mean)[done:]
+        # A constant window has no spread to measure a distance in.
+        spread = np.where(spread > _DIGITS * squares, spread, np.inf)[done:]
+        far = away**2 >= self._square * spread / (self._size - self._lost)
+        self._spikes += int(np.sum(far & (self._two_sided | (away > 0))))
+        self._judged += len(away)
+
+    @property
+    def spikes(self) -> int:
+        """Spikes so far."""
+        self._judge()
+        return self._spikes
+
+    @property
+    def judged(self) -> int:
+        """Values so far that had a full window, or were not finite."""
+        self._judge()
+        return self._judged
 
     @property
     def share(self) -> float:
         """Spikes over judged values, in [0, 1]; NaN while none was judged."""
         return self.spikes / self.judged if self.judged else math.nan
+
+
+def _sums(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Sum of the `len(old)` values before each of the new ones."""
+    ends = np.cumsum(old[::-1])[::-1]
+    starts = np.cumsum(np.concatenate([[0.0], new[:-1]]))
+    return ends[: len(new)] + starts[: len(new)]
 
 
 def spike_score(values: Iterable[float], **settings: Any) -> float:

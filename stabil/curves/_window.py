@@ -6,6 +6,8 @@ import collections
 import math
 import statistics
 
+LARGEST = 1e150  # values beyond count as infinite, so that no square overflows
+
 
 class Window:
     """Holds the newest `size` values; statistics are NaN while one is not finite.
@@ -22,33 +24,30 @@ class Window:
     """
 
     def __init__(self, size: int):
-        self.size, self.values = size, collections.deque()
+        self.size, self.values = size, collections.deque(maxlen=size)
         self.bad = 0
         self.origin = self.sum = self.squares = 0.0
 
     def append(self, x: float) -> None:
         """Takes a value in, and the oldest out when the window is full."""
-        values = self.values
+        values, origin = self.values, self.origin
+        full = len(values) == self.size
+        gone = values[0] - origin if full else 0.0
         values.append(x)
-        away = x - self.origin
-        if math.isfinite(away):
-            self.sum += away
-            self.squares += away * away
-        else:
-            self.bad += 1
-        if len(values) > self.size:
-            gone = values.popleft() - self.origin
-            if math.isfinite(gone):
-                self.sum -= gone
-                self.squares -= gone * gone
-            # One at the origin takes no digits along, however constant the others are.
-            if gone and not gone * gone < 100 * self.squares:
-                self._sum_up()
-        elif len(values) & (len(values) - 1) == 0:
+        away = x - origin
+        self.sum += away - gone
+        squares = self.squares = self.squares + (away * away - gone * gone)
+        if self.bad or not -LARGEST < x < LARGEST:
+            self._sum_up()
+        # One at the origin takes no digits along, however constant the others are.
+        elif gone and gone * gone >= 100 * squares:
+            self._sum_up()
+        elif not full and len(values) & (len(values) - 1) == 0:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        finite = [v for v in self.values if math.isfinite(v)]
+        """Takes origin and sums afresh."""
+        finite = [v for v in self.values if -LARGEST < v < LARGEST]
         self.bad = len(self.values) - len(finite)
         self.origin = statistics.median_low(finite) if finite else 0.0
         self.sum = math.fsum(v - self.origin for v in finite)

@@ -42,6 +42,32 @@ def test_spike_score_against_pandas(threshold, two_sided, unbiased):
     assert score.judged == data["evaluated"]
 
 
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_spike_score_equals_its_definition_whatever_came_before(rng, two_sided):
+    values = 3 + 0.01 * rng.normal(size=400)
+    values[[50, 120, 121, 303]] *= 1e30, 1.1, 0.9, -1e9
+    values[200:260] = 2.5
+    values[260] = 2.6  # a constant window judges nothing
+    score, spikes = SpikeScore(window=16, two_sided=two_sided), 0
+    for i, x in enumerate(values):
+        score.add(x)
+        if i >= 16:
+            window = values[i - 16 : i]
+            away, spread = x - np.mean(window), np.std(window)
+            spikes += 0 < 7 * spread <= (abs(away) if two_sided else away)
+        assert i % 7 or (score.spikes, score.judged) == (spikes, max(0, i - 15))
+
+
+def test_values_whose_squares_overflow_count_as_infinite():
+    values = [1.0, 1.1, 0.9, 1.0] * 5
+    assert spike_score([*values, 1e200, *values], window=4, threshold=3) == 1 / 37
+    window = Window(4)
+    for x in (1e200, 1.0, 2.0, 3.0, 4.0):
+        window.append(x)
+        assert math.isnan(window.mean()) == (x != 4)
+    assert window.mean() == 2.5
+
+
 def test_monitor_against_olmo_core():
     data = recorded("olmo_stability_monitor")
     monitor = StabilityMonitor(window=16, threshold=6.0, rolling=32)
