@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import jax
@@ -58,7 +60,7 @@ class Probe:
           >>> run(20, jnp.zeros((1, 3))), run(21, jnp.zeros((1, 3)))
           (Array([0.], dtype=float32), Array([nan], dtype=float32))
         """
-        if self.every == 1:
+        if self.due is False or self.every == 1:
             return self
         due = _due.is_due(self.every, step, controls)
         return dataclasses.replace(self, due=due)
@@ -66,6 +68,7 @@ class Probe:
     def off(self) -> Self:
         """The probe for a program that reads nothing; its readings are NaN throughout.
 
+        It stays off: `probed.off().at(step, session.controls)` reads nothing either.
         Compiled beside the probed one and chosen on the host by the step's number, it
         makes the steps between two readings cost exactly nothing. Where several
         processes run, all must choose alike.
@@ -85,9 +88,16 @@ class Probe:
         return not self.patterns or _select.selected(self.patterns, *names, kind=kind)
 
     def read(
-        self, program: _program.Program, places: _default.Places, root: str
+        self,
+        program: _program.Program,
+        places: _default.Places,
+        root: str,
+        around: Callable[[], AbstractContextManager[Any]],
     ) -> tuple[Any, Readings]:
-        """Runs a traced model, and reads the places that were asked for."""
+        """Runs a traced model, and reads the places that were asked for.
+
+        `around` is what held while it was traced.
+        """
         if self.patterns:
             patterns = _select.as_names(self.patterns, places)
         else:
@@ -101,6 +111,7 @@ class Probe:
             due=self.due,
             only=not self.patterns,
             per_device=self.per_device,
+            around=around,
         )
 
     def check_due(self) -> None:

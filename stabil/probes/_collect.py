@@ -110,10 +110,15 @@ class Collected:
           >>> run(20, jnp.ones(3)), run(21, jnp.ones(3))
           (Array([2.], dtype=float32), Array([nan], dtype=float32))
         """
+        if self._due is False:
+            return self
         return Collected(*self._arguments, _due.is_due(self.every, step, controls))
 
     def off(self) -> Collected:
-        """The function for a program that reads nothing; its readings are NaN."""
+        """The function for a program that reads nothing; its readings are NaN.
+
+        It stays off: `collected.off().at(step, session.controls)` reads nothing either.
+        """
         return Collected(*self._arguments, False)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -50,8 +51,8 @@ class Harvest:
       nothing: what a tensor without entries tells, `[width]`.
       merge: from `[parts, ..., width]` of the parts of a tensor to the whole's.
       only: whether taps that are not read are taken out.
-      run_before: rows of the program that `rows_before` found; the second run of a
-        checkpointed forward pass leaves these to the first.
+      around: what holds while a derivative rule is traced, which is after the rest.
+      run_before: rows that a checkpointed forward pass leaves to its first run.
       missed: names of taps that were met where nothing can be brought out, with the
         primitive that holds them.
     """
@@ -62,6 +63,9 @@ class Harvest:
     nothing: Callable[[], jax.Array]
     merge: Callable[[jax.Array], jax.Array]
     only: bool = False
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
+    )
     run_before: frozenset[_rows.Row] = frozenset()
     missed: dict[str, str] = dataclasses.field(default_factory=dict)
     _taps: dict[int, tuple[Any, frozenset[_rows.Row]]] = dataclasses.field(
@@ -114,28 +118,6 @@ def row_of(params: dict[str, Any]) -> _rows.Row:
     """The row that a tap leaves."""
     kind = "" if params["kind"] == FORWARD else "@" + params["kind"]
     return _rows.Row(params["name"], kind + params["suffix"])
-
-
-def rows_before(jaxpr: Any) -> frozenset[_rows.Row]:
-    """The rows of forward taps outside of every second run of a checkpointed pass.
-
-    A tap in a derivative rule written by hand may be met in a second run alone.
-    """
-    rows: set[_rows.Row] = set()
-    seen: dict[int, Any] = {}
-
-    def walk(jaxpr: Any) -> None:
-        seen[id(jaxpr)] = jaxpr
-        for eqn in jaxpr.eqns:
-            if eqn.primitive is tap_p and eqn.params["kind"] == FORWARD:
-                rows.add(row_of(eqn.params))
-            if not eqn.params.get("differentiated", False):
-                for inner in jaxprs_in(eqn.params):
-                    if id(inner) not in seen:
-                        walk(inner)
-
-    walk(open_jaxpr(jaxpr))
-    return frozenset(rows)
 
 
 def evaluate(

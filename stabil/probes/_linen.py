@@ -63,7 +63,7 @@ class LinenProbe(Probe):
             seen = _Seen(self, apart=True)
             with seen:
                 program = _program.trace(run)
-        return self.read(program, seen.places, seen.root)
+        return self.read(program, seen.places, seen.root, lambda: seen)
 
 
 class _Seen:
@@ -78,16 +78,18 @@ class _Seen:
         self.root = probe.model.name or type(probe.model).__name__
         self.places: dict[tuple[str, ...], type] = {}
         self.stack: list[_Call] = []
-        self.contexts = contextlib.ExitStack()
+        self.contexts: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> _Seen:
-        self.contexts.enter_context(nn.intercept_methods(self.intercept))
-        self.contexts.enter_context(nnx_inside(self.path, self.tap_inside))
+        contexts = contextlib.ExitStack()
+        self.contexts.append(contexts)
+        contexts.enter_context(nn.intercept_methods(self.intercept))
+        contexts.enter_context(nnx_inside(self.path, self.tap_inside))
         self.turn()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.contexts.__exit__(*error)
+        self.contexts.pop().__exit__(*error)
 
     def turn(self) -> None:
         """Keys the trace caches by this probe, and by the point in time if `apart`.
@@ -98,7 +100,7 @@ class _Seen:
         p = self.probe
         self.clock += self.apart
         key = (p.patterns, p.inputs, p.backward, self.run, self.clock)
-        self.contexts.enter_context(_context(key))
+        self.contexts[-1].enter_context(_context(key))
 
     def prefix(self, module: nn.Module) -> tuple[str, ...]:
         """Where the module's own tree hangs: an `apply` inside a module begins anew."""

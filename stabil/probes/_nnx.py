@@ -61,7 +61,7 @@ class NnxProbe(Probe):
 
         program = _program.trace(lambda: copies.run(lambda all_: call(*all_)))
         root = type(self.model).__name__
-        (out, new), readings = self.read(program, seen.places, root)
+        (out, new), readings = self.read(program, seen.places, root, seen.again)
         copies.update(new)
         return out, readings
 
@@ -104,23 +104,29 @@ class _Seen:
     def __init__(self, probe: NnxProbe) -> None:
         self.probe = probe
         self.places: dict[tuple[str, ...], type] = {}
+        self.classes: dict[type, None] = {}
         self.running: list[Any] = []
 
     @contextlib.contextmanager
     def watching(self, model: nnx.Module) -> Generator[None]:
         """Marks the modules of this copy, and wraps the calls of their classes."""
-        classes = {}
         for path, module in nnx.iter_graph(model):
             if isinstance(module, nnx.Module) and callable(module):
                 name = "/".join(map(str, path)) or type(module).__name__
                 setattr(module, _PATH, name)
-                classes[type(module)] = None
+                self.classes[type(module)] = None
+        with self.again():
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Generator[None]:
+        """Wraps the calls of the classes of the modules that were marked."""
         p = self.probe
         key = (p.patterns, p.inputs, p.backward)
         # Classes are everybody's: one probed trace at a time.
         with _lock, contextlib.ExitStack() as stack:
             stack.enter_context(_context(key))
-            for cls in classes:
+            for cls in self.classes:
                 stack.enter_context(_wrapped(cls, self.call))
             yield
 

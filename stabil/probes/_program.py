@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from stabil.probes import _harvest, _reduce, _rows, _select, _spread
+from stabil.probes import _harvest, _reduce, _rows, _select, _spread, _tap
 from stabil.probes._jaxprs import jaxprs_in
 from stabil.vocabulary import Readings
 
@@ -64,6 +65,7 @@ def read(
     due: jax.Array | bool | None = None,
     only: bool = False,
     per_device: bool = False,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[Any, Readings]:
     """Runs a program and reads its taps.
 
@@ -76,6 +78,7 @@ def read(
       due: bool scalar, whether to measure at all; None is always.
       only: whether taps that are not read are taken out.
       per_device: whether to tell what each device holds too.
+      around: what held while the program was traced, for what is traced later.
     Raises:
       ValueError: a pattern matches no place.
     """
@@ -90,7 +93,8 @@ def read(
     harvest = _harvest.Harvest(
         wants,
         only=only,
-        run_before=_harvest.rows_before(jaxpr),
+        around=around,
+        run_before=_rows_before(jaxpr),
         read=spread.read,
         conclude=spread.conclude,
         nothing=spread.nothing,
@@ -112,6 +116,28 @@ def read(
         table = _reduce.finish(whole, statistics)
         shards = None if each is None else _reduce.finish(each, statistics)
     return program.rebuild(outs), Readings(table, names, statistics, shards)
+
+
+def _rows_before(jaxpr: Any) -> frozenset[_rows.Row]:
+    """The rows of forward taps outside of every second run of a checkpointed pass.
+
+    A tap in a derivative rule written by hand may be met in a second run alone.
+    """
+    rows: set[_rows.Row] = set()
+    seen: dict[int, Any] = {}
+
+    def walk(jaxpr: Any) -> None:
+        seen[id(jaxpr)] = jaxpr
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is _tap.tap_p and eqn.params["kind"] == _tap.FORWARD:
+                rows.add(_harvest.row_of(eqn.params))
+            if not eqn.params.get("differentiated", False):
+                for inner in jaxprs_in(eqn.params):
+                    if id(inner) not in seen:
+                        walk(inner)
+
+    walk(jaxpr)
+    return frozenset(rows)
 
 
 def names_in(jaxpr: Any) -> list[tuple[str, ...]]:

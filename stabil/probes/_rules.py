@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.extend import linear_util
 
 from stabil.probes import _rows
 from stabil.probes._harvest import Harvest, Mode, Values, evaluate, not_run
@@ -184,7 +185,20 @@ def _custom(harvest: Harvest, eqn: Any, operands: list[Any], mode: Mode) -> Foun
     new, hoisted, nodes = harvest.close(closed.jaxpr, closed.consts, mode)
     held = [jax.lax.stop_gradient(x) for x in (*hoisted, *operands)]
     beside = jex.jaxpr_as_fun(jex.ClosedJaxpr(new, ()))(*held)
+    rules = {
+        key: _traced_within(rule, harvest.around)
+        for key, rule in eqn.params.items()
+        if key in ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")
+    }
+    eqn = eqn.replace(params={**eqn.params, **rules})
     return bind(eqn, operands), nodes, list(beside[len(eqn.outvars) :])
+
+
+@linear_util.transformation2
+def _traced_within(rule: Callable[..., Any], around: Any, *args: Any) -> Any:
+    """A derivative rule, traced in a context when something is differentiated."""
+    with around():
+        return rule(*args)
 
 
 def _shard_map(harvest: Harvest, eqn: Any, operands: list[Any], mode: Mode) -> Found:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -246,6 +247,17 @@ def test_names_for_the_profiler_survive():
     text = jax.jit(collect(f)).lower(X).as_text(debug_info=True)
     for name in ("outer/(scan|while)", '"inner/tanh"', '"inner/stabil/'):
         assert re.search(name, text)
+
+
+def test_the_context_of_an_operation_survives():
+    def f(x):
+        with set_xla_metadata(mark="kept"):
+            x = jax.lax.scan(lambda x, w: (tap(jnp.sin(w @ x), "v"), None), x, W)[0]
+        return jnp.cos(x)
+
+    text = jax.jit(collect(f)).lower(X).as_text()
+    assert re.search(r'stablehlo.sine .*mark = "kept"', text)
+    assert not re.search(r'stablehlo.cosine .*mark = "kept"', text)
 
 
 def test_a_step_traced_before_is_still_seen():

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 
-from stabil.probes import collect, probe
+from stabil.probes import collect, probe, tap
 from stabil.vocabulary import Controls
 
 X = np.random.default_rng(7).normal(size=(4, 8)).astype(np.float32)
@@ -72,6 +72,23 @@ def _experts(_, x):
 
 def _negative(variables):
     return jax.tree.map(jnp.negative, variables)
+
+
+class Noted(nn.Module):
+    """A layer that keeps notes of its own, and boxes its parameter."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        init = nn.with_partitioning(nn.initializers.ones_init(), ("model",))
+        x = x * self.param("scale", init, (8,))
+        nn.Dense(8, name="unused")(x)
+        self.sow("intermediates", "note", jnp.sum(x))
+        return x, None
+
+
+def noted(_, x, axes=None):
+    metadata = {nn.PARTITION_NAME: "layer"}
+    return _scan(Noted, axes, metadata_params=metadata)(name="n")(x, None)[0]
 
 
 class Branches(nn.Module):
@@ -258,9 +275,9 @@ def test_rows_and_bits_through_every_wrapper(name):
 
 
 def test_init_is_the_models_own():
-    model, key = MODELS["scan"][0], jax.random.key(5)
-    both = jax.jit(lambda k: (model.init(k, X), probe(model).init(k, X)))
-    want, got = both(key)
+    model, key = Net(noted), jax.random.key(5)
+    # In programs of their own: in one the compiler would merge what is the same.
+    want, got = (jax.jit(m.init)(key, X) for m in (model, probe(model)))
     _assert_same(got, want)
     assert set(want) == {"params"}
 
@@ -370,26 +387,31 @@ def rich():
     return model, jax.jit(model.init)(keys, tokens), tokens
 
 
+MUTABLE = (("batch_stats",), "batch_stats", ("batch_stats", "intermediates"), True)
+
+
 def test_state_random_numbers_and_methods_are_untouched(rich):
     model, variables, tokens = rich
-    mutables = [["batch_stats"], "batch_stats", ["batch_stats", "intermediates"], True]
     names = []
 
-    @jax.jit
-    def run(v):
-        outs = []
-        for mutable in mutables:
-            kwargs = dict(rngs={"dropout": jax.random.key(2)}, mutable=mutable)
-            want = model.apply(v, tokens, **kwargs)
-            got, readings = probe(model, where="**").apply(v, tokens, **kwargs)
-            names.append(readings.names)
-            outs.append((got, want))
-        return outs, readings
+    def run(apply, read):
+        def every(v):
+            rngs, outs = {"dropout": jax.random.key(2)}, []
+            for mutable in MUTABLE:
+                given = list(mutable) if isinstance(mutable, tuple) else mutable
+                outs.append(read(apply(v, tokens, rngs=rngs, mutable=given)))
+            return outs
 
-    outs, readings = run(variables)
-    for got, want in outs:
-        _assert_same(got, want)
-    assert names == [RICH] * 4 and readings.names == RICH
+        # In programs of their own: in one the compiler would merge what is the same.
+        return jax.jit(every)(variables)
+
+    def first(out):
+        names.append(out[1].names)
+        return out[0]
+
+    probed = probe(model, where="**")
+    _assert_same(run(probed.apply, first), run(model.apply, lambda out: out))
+    assert names == [RICH] * 4
 
 
 def test_another_method_and_inputs(rich):
@@ -449,24 +471,9 @@ def test_vmap_of_apply_adds_an_axis():
     assert readings["absmax"].shape == (4, len(names))
 
 
-class Noted(nn.Module):
-    """A layer that keeps notes of its own, and boxes its parameter."""
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        init = nn.with_partitioning(nn.initializers.ones_init(), ("model",))
-        x = x * self.param("scale", init, (8,))
-        nn.Dense(8, name="unused")(x)
-        self.sow("intermediates", "note", jnp.sum(x))
-        return x, None
-
-
 @pytest.mark.parametrize("axes", [{"params": 0}, {"params": 0, "intermediates": 0}])
 def test_collections_of_the_models_own_boxes_and_dead_code(axes):
-    metadata = {nn.PARTITION_NAME: "layer"}
-    model = Net(
-        lambda _, x: _scan(Noted, axes, metadata_params=metadata)(name="n")(x, None)[0]
-    )
+    model = Net(lambda module, x: noted(module, x, axes))
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     assert isinstance(variables["params"]["n"]["scale"], nn.Partitioned)
 
@@ -607,6 +614,53 @@ def test_cotangents_through_collect():
     assert readings.names == forward + backward
     y = np.asarray(model.apply(variables, X))
     np.testing.assert_allclose(readings["absmax"][4], 2 * np.abs(y).max(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["shared jit", "vmap", "remat_scan", "cond", "custom_vjp", "scanned apply"]
+)
+def test_cotangents_through_every_wrapper(name):
+    model, names = MODELS[name]
+    apply = probe(model, where="**", backward=True).apply
+    step = jax.grad(lambda v: _loss(apply, v, X)[0])
+    _, readings = jax.eval_shape(collect(step, backward=True), _variables(model))
+    n = len(names)
+    assert readings.names[:n] == names
+    assert set(readings.names[n:]) == {f"{name}@grad" for name in names}
+
+
+def test_cotangents_within_a_derivative_rule():
+    model, _ = MODELS["custom_vjp"]
+    variables, probed = _variables(model), probe(model, where="**", backward=True)
+
+    def step(apply):
+        return jax.grad(lambda v: _loss(apply, v, X)[0])
+
+    seen = collect(step(probed.apply), stats="absmax", backward=True)
+    got, readings = jax.jit(seen)(variables)
+    _assert_same(got, jax.jit(step(model.apply))(variables))
+    rows = dict(zip(readings.names, readings["absmax"].tolist(), strict=True))
+    assert rows["Dense_0"] == rows["CustomGradient"]
+    assert rows["Dense_0@grad"] == rows["CustomGradient@grad"] == 2 * rows["Dense_0"]
+
+
+@struct.dataclass
+class Pair:
+    """An output with two fields."""
+
+    mean: jax.Array
+    ids: jax.Array
+
+
+def test_fields_of_a_dataclass_and_taps_of_ones_own_have_rows():
+    def body(module, x):
+        x = tap(nn.Dense(8, name="b")(x), "b")
+        return Pair(x, jnp.argmax(x, -1))
+
+    variables = _variables(Net(body))
+    out, readings = jax.eval_shape(probe(Net(body), where="**").apply, variables, X)
+    assert isinstance(out, Pair)
+    assert readings.names == ("b", "b#2", "Net")
 
 
 def test_cadence_within_one_program():

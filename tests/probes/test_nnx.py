@@ -216,6 +216,48 @@ def test_cotangents_and_inputs_through_collect():
     assert set(readings.names[5:]) >= {"Block@grad", "down@grad", "up@grad"}
 
 
+class Ruled(nnx.Module):
+    """A layer with a derivative rule of its own, which doubles its gradient."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.custom_vjp
+        def rule(layer, x):
+            return layer(x)
+
+        def forward(layer, x):
+            graph, state = nnx.split(layer)
+            return jax.vjp(lambda s, x: nnx.merge(graph, s)(x), state, x)
+
+        def backward(vjp, g):
+            grads, g = vjp(g[1])
+            return jax.tree.map(lambda v: 2 * v, grads), g
+
+        rule.defvjp(forward, backward)
+        return rule(self.layer, x)
+
+
+def test_cotangents_within_a_derivative_rule():
+    def step(apply):
+        def loss(model):
+            return jnp.sum(apply(model) ** 2)
+
+        return nnx.grad(loss)
+
+    def probed(model):
+        return probe(model, backward=True, where="**")(X)[0]
+
+    model = Ruled(nnx.Rngs(0))
+    seen = collect(step(probed), stats="absmax", backward=True)
+    got, readings = nnx.jit(seen)(model)
+    assert_same(got, nnx.jit(step(lambda model: model(X)))(model))
+    assert readings.names == ("layer", "Ruled", "Ruled@grad", "layer@grad")
+    rows = dict(zip(readings.names, readings["absmax"].tolist(), strict=True))
+    assert rows["layer@grad"] == rows["Ruled@grad"] == 2 * rows["layer"]
+
+
 def test_random_numbers_handed_in_advance():
     class Noisy(nnx.Module):
         def __call__(self, x, rngs):

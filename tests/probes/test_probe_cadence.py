@@ -53,6 +53,18 @@ def test_the_level_switches_without_a_new_trace(rng):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("every", [1, 10])
+def test_off_stays_off_at_any_step(every):
+    x = jnp.ones([2, 3])
+    asked = Controls.untouched()._replace(probe_level=jnp.int32(1))
+    probed = probe(nn.Dense(2), stats="absmax", every=every)
+    params = {"params": {"kernel": jnp.ones([3, 2]), "bias": jnp.zeros(2)}}
+    collected = collect(lambda x: tap(3 * x, "y"), stats="absmax", every=every)
+    for step in (0, 3):
+        assert np.isnan(probed.off().at(step, asked).apply(params, x)[1].values)
+        assert np.isnan(collected.off().at(step, asked)(x)[1].values)
+
+
 def test_collecting_with_a_cadence_needs_the_step():
     collected = collect(lambda x: tap(3 * x, "y"), every=10)
     text = (
