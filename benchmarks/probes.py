@@ -118,6 +118,7 @@ def configurations(model: Decoder, forward: bool) -> dict[str, Callable[..., Any
         "forward_plain": loss_with(plain),
         "forward_minimal": loss_with(probed()),
         "forward_full": loss_with(probed(stats="all")),
+        "forward_minimal_every_10": loss_with(probed(every=10)),
         "forward_full_every_10": loss_with(probed(stats="all", every=10)),
     }
     return {
@@ -125,6 +126,7 @@ def configurations(model: Decoder, forward: bool) -> dict[str, Callable[..., Any
         "noise": step_with(lambda p, x, i: model.apply(p, x)),
         "minimal": step_with(probed()),
         "full": step_with(probed(stats="all")),
+        "minimal_every_10": step_with(probed(every=10)),
         "full_every_10": step_with(probed(stats="all", every=10)),
         "minimal_modules": step_with(probed(**every)),
         "full_modules": step_with(probed(**every, stats="all")),
@@ -173,6 +175,7 @@ def measure(
         base = "forward_plain" if name.startswith("forward") else "plain"
         pairs = list(zip(times[name], times[base], strict=True))[2:]
         r["step_ratio"] = statistics.median(a / b for a, b in pairs)
+        r["step_seconds"] = statistics.median(a for a, _ in pairs)
         r["bytes_ratio"] = r["bytes_accessed"] / result[base]["bytes_accessed"]
         r["compile_ratio"] = r["compile_seconds"] / result[base]["compile_seconds"]
     if not peers:

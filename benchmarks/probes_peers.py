@@ -144,5 +144,9 @@ def measure_peers(
         for name in steps:
             pairs = list(zip(times[name], times[base], strict=True))[2:]
             ratio = statistics.median(a / b for a, b in pairs)
-            found[name] = {"step_ratio": ratio, "first_seconds": times[name][0]}
+            found[name] = {
+                "step_ratio": ratio,
+                "step_seconds": statistics.median(a for a, _ in pairs),
+                "first_seconds": times[name][0],
+            }
     return found
