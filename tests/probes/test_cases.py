@@ -1,4 +1,12 @@
-"""Reports of others: callbacks, FP8 state, frozen groups and masks, under probes."""
+"""Reports of others about probes: the cases of class F.
+
+F1, growth and recompiling: `test_nothing_is_left_in_the_variables_and_nothing_retraces`
+and, for NNX, `test_rows_bits_and_state`. F2, values in the initial state:
+`test_init_is_the_models_own`. F3, a scan that drops rows, and layers without names:
+`test_rows_and_bits_through_every_wrapper`, `test_layers_of_a_scan_are_told_apart`.
+Boxed parameters of F5: `test_collections_of_the_models_own_boxes_and_dead_code`,
+`test_boxes_masks_and_variables_are_no_obstacle`. The rest is here.
+"""
 
 import flax.linen as nn
 import jax

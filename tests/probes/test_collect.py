@@ -122,6 +122,20 @@ def test_forward_and_backward_rows(fn):
     np.testing.assert_array_equal(both["absmax"][: len(forward)], inner["absmax"])
 
 
+def test_the_coming_checkpoint_leaves_the_same_rows():
+    if not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX has one checkpoint alone")
+    step = jax.value_and_grad(checkpointed, argnums=(0, 1))
+    jax.config.update("jax_remat3", True)
+    try:
+        want = jax.jit(step)(W, X)
+        got, readings = jax.jit(collect(step, backward=True))(W, X)
+    finally:
+        jax.config.update("jax_remat3", False)
+    assert_same(got, want)
+    assert readings.names == LAYERS + LAYERS_BACK
+
+
 def test_values_of_scanned_layers_and_their_cotangents():
     step = collect(jax.grad(scanned), backward=True, stats="absmax")
     _, readings = jax.jit(step)(W, X)
