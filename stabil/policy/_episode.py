@@ -87,17 +87,19 @@ class Streaks:
     A state that was just restored, or that a run just began with, has not been changed
     as long as every step was blocked. What blocks is then the data and not the state:
     going back gains nothing, so a rollback waits `_PATIENCE` steps longer. It comes in
-    the end, since the checkpoint may be bad after all.
+    the end, since the checkpoint may be bad after all. A parameter that has leapt is a
+    fault of the state: going back is tried at once, but not a second time in a row.
     """
 
     def __init__(self, rungs: tuple[Rung, ...]):
         self._sets = {r.causes: frozenset(r.causes) for r in rungs}
         self.restart()
+        self._is_restored = False
 
     def restart(self) -> None:
-        """Begins with a state that no step has changed yet."""
+        """Begins with a restored state, which no step has changed yet."""
         self.clear()
-        self._is_unchanged = True
+        self._is_unchanged = self._is_restored = True
 
     def clear(self) -> None:
         self._lengths = dict.fromkeys(self._sets, 0)
@@ -120,6 +122,7 @@ class Streaks:
 
     def is_due(self, rung: Rung, seen: Observation) -> bool:
         waits = self._is_unchanged and rung.kind == "rollback"
+        waits &= self._is_restored or "parameter_leap" not in seen.causes
         if 0 < rung.blocked_steps <= self.length(rung) - waits * _PATIENCE:
             return True
         counts = not rung.causes or not set(rung.causes).isdisjoint(seen.causes)

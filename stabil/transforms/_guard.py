@@ -77,7 +77,9 @@ def guard(
     `stabil.select(stabil.vitals(opt_state), new, old)`. Does not: see every entry of
     the moments and parameters; it reads a few columns of each, which keeps the cost of
     clipping. Does not: tell damage from a change that you make yourself: a leaf that
-    you more than double in size is refused like damage.
+    you more than double in size is refused like damage. Parameters that you put in
+    between `init` and the first step are not, unless they are a single leaf, 20 times
+    as large as before.
     With no anomaly, params and inner state equal those of an unguarded run bit for bit;
     tested on CPU for Adam, AdamW, Lion and SGD with momentum. Of other optimizers the
     last bits of a parameter may differ: XLA may contract the closing multiply and add
@@ -163,7 +165,7 @@ def guard(
             verdict=Verdict.clear(),
             tally=Tally.zero(),
             measures=Measures.unmeasured(),
-            parameter_sizes=ParameterSizes.empty(len(_tree.measured_names(params))),
+            parameter_sizes=ParameterSizes.of(params),
         )
 
     def update(

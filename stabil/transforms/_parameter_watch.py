@@ -8,7 +8,12 @@ a bias starts from nothing. Its own size jumps.
 
 with r_t the root mean square of a sample of the leaf, r the last one that was believed
 and c the largest of its recent changes, which fades by 2 % a step. A leaf is judged
-once it has had a size for two steps. An update can do this too, where a learning rate
+once it has had a size for two steps; at the first step by its size at `init`, and more
+carefully, since people put other parameters in after it:
+
+  damaged  <=>  r_0 > 20 r_init > 0, while no other leaf's size has changed at all
+
+An update can do this too, where a learning rate
 leaps and a leaf is small; so the refusal of finite sizes is bounded.
 """
 
@@ -25,6 +30,8 @@ from stabil.vocabulary import Cause, Severity, Verdict
 _ARMED_AFTER = 2  # steps
 _RECENT = 0.98
 _LEAP = 8.0
+_FIRST_LEAP = 20.0
+_UNTOUCHED = 1e-5  # relative; another program adds up in another order
 
 
 class ParameterSizes(NamedTuple):
@@ -32,7 +39,7 @@ class ParameterSizes(NamedTuple):
 
     Attributes:
       size: float32 `[G]`, the last believed root mean square of the leaf's sample; NaN
-        before the first.
+        before the first, where `init` saw only zeros or no values.
       change: float32 `[G]`, the largest recent change of `size`.
       sized_steps: int32 `[G]`, steps with a size above 0, up to two.
       refused_in_a_row: int32 scalar, steps in a row that were refused for finite sizes.
@@ -44,12 +51,16 @@ class ParameterSizes(NamedTuple):
     refused_in_a_row: jax.Array
 
     @classmethod
-    def empty(cls, leaves: int) -> ParameterSizes:
-        """Nothing was seen yet; every field has its own buffer."""
+    def of(cls, params: Any) -> ParameterSizes:
+        """No step was seen yet; every field has its own buffer."""
+        leaves = [x for x in jax.tree.leaves(params) if _tree.is_measured(x)]
+        size = jnp.full([len(leaves)], jnp.nan, jnp.float32)
+        if leaves and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            size = _sizes_at_init(leaves)
         return cls(
-            jnp.full([leaves], jnp.nan, jnp.float32),
-            jnp.zeros([leaves], jnp.float32),
-            jnp.zeros([leaves], jnp.int32),
+            size,
+            jnp.zeros([len(leaves)], jnp.float32),
+            jnp.zeros([len(leaves)], jnp.int32),
             jnp.zeros([], jnp.int32),
         )
 
@@ -76,12 +87,14 @@ def watch_parameters(
     bad, x = jnp.isnan(x), jnp.sqrt(x)
     moved = jnp.abs(x - state.size)
     armed = (state.sized_steps >= _ARMED_AFTER) & (state.size > 0)
-    leapt = armed & ~bad & (moved > state.size + _LEAP * state.change)
+    is_first = (state.sized_steps == 0) & (state.size > 0)
+    leapt = armed & (moved > state.size + _LEAP * state.change)
+    leapt = (leapt | is_first & _leapt_alone(state.size, x)) & ~bad
     patient = state.refused_in_a_row + 1 < max_consecutive_steps
     damaged = leapt & patient
     kept = bad | damaged
     # The first size is no change, and a leap that is believed after all is none.
-    change = jnp.where(leapt | jnp.isnan(moved), 0.0, moved)
+    change = jnp.where(leapt | is_first | jnp.isnan(moved), 0.0, moved)
     sized = jnp.minimum(state.sized_steps + (x > 0), _ARMED_AFTER).astype(jnp.int32)
     return (
         damaged,
@@ -97,6 +110,20 @@ def watch_parameters(
             ).astype(jnp.int32),
         ),
     )
+
+
+def _leapt_alone(before: jax.Array, now: jax.Array) -> jax.Array:
+    """Leaves bool `[G]`: the one that leapt while all others stayed what they were."""
+    same = jnp.abs(now - before) <= _UNTOUCHED * before
+    same |= jnp.isnan(before) & (now == 0)
+    alone = (jnp.sum(~same) == 1) & jnp.any(same & (now > 0))
+    return alone & ~same & (now > _FIRST_LEAP * before)
+
+
+@jax.jit
+def _sizes_at_init(leaves: list[Any]) -> jax.Array:
+    x = jnp.sqrt(jnp.stack([_mean_square(leaf) for leaf in leaves]))
+    return jnp.where(x > 0, x, jnp.nan)
 
 
 def with_parameters(verdict: Verdict, damaged: jax.Array, bad: jax.Array) -> Verdict:

@@ -321,6 +321,18 @@ def test_presets_differ_in_what_they_dare(rng):
     assert len(relapse(unattended(), 100, 9)) == 5
 
 
+def test_a_parameter_that_leapt_before_the_first_step_is_fetched_once():
+    """What blocks from the start is data, but for a leap, which is tried once."""
+    for cause, due in (("parameter_leap", 2), ("nonfinite_gradient", 22)):
+        ladder, bad = Ladder(), dict(severity=BLOCK, causes=(cause,))
+        stream = [Observation(i, **bad) for i in range(due + 1)]
+        acted = [k for k in kinds(run(ladder, stream)) if k[1] == "rollback"]
+        assert acted == [(due, "rollback")]
+        ladder.rolled_back(stream[-1], 0, (0, due))
+        again = kinds(run(ladder, stream[:22]))
+        assert "rollback" not in {k for _, k in again}
+
+
 def test_a_state_is_worth_keeping_only_once_an_event_is_over(rng):
     ladder, settled = Ladder(quiet_steps=10), []
     losses = [2.0] * 60 + [9.0] * 3 + [2.0] * 20

@@ -21,7 +21,7 @@ TX = stabil.guard(optax.adam(1e-2))
 
 
 @jax.jit
-def run(dial, rates):
+def run(dial, rates, params, state):
     """Verdicts and parameters of as many steps as there are learning-rate scales."""
 
     def body(carry, step_and_rate):
@@ -39,13 +39,17 @@ def run(dial, rates):
         return (params, state), (vitals, params)
 
     steps = jnp.arange(len(rates))
-    return jax.lax.scan(body, (PARAMS, TX.init(PARAMS)), (steps, rates))[1]
+    return jax.lax.scan(body, (params, state), (steps, rates))[1]
 
 
-def outcome(planted=None, rates=None):
-    """Severities, causes and first signals of 40 steps, and the parameters after."""
+def outcome(planted=None, rates=None, before=PARAMS, after=PARAMS):
+    """Severities, causes and first signals of 40 steps, and the parameters after.
+
+    The guard's state begins with the parameters `before`, the run with those `after`.
+    """
     rates = np.ones(40) if rates is None else rates
-    vitals, params = run(inject.Dial.of(planted, NAMES), jnp.float32(rates))
+    dial = inject.Dial.of(planted, NAMES)
+    vitals, params = run(dial, jnp.float32(rates), after, TX.init(before))
     flags, firsts = np.asarray(vitals.verdict.flags), np.asarray(vitals.verdict.first)
     causes = [stabil.Cause.names(int(f)) for f in flags]
     named = [vitals.signals[i] if i >= 0 else None for i in firsts]
@@ -136,3 +140,35 @@ def test_damage_is_seen_from_the_third_step_on():
     severities, causes, named, _ = outcome(fault("kernel", "scale", 100.0, step=2))
     assert severities[:3] == [0, 0, 3] and causes[2] == ("parameter_leap",)
     assert named[2] == "params/kernel"
+
+
+def test_damage_between_init_and_the_first_step_is_blocked_and_named():
+    damaged = PARAMS | {"kernel": PARAMS["kernel"].at[3].set(100.0)}
+    severities, causes, named, _ = outcome(after=damaged)
+    assert severities[:6] == [3] * 4 + [0] * 2  # bounded as at any step
+    assert causes[:4] == [("parameter_leap",)] * 4
+    assert named[:4] == ["params/kernel"] * 4
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        {n: 50 * jnp.ones_like(x) for n, x in PARAMS.items()},
+        {"kernel": 15 * PARAMS["kernel"]},
+        {"kernel": 50 * PARAMS["kernel"], "crosses": jnp.full([1], -0.156)},
+        {"kernel": 50 * PARAMS["kernel"], "bias": jnp.full([6], 1e-3, jnp.float32)},
+        {"bias": jnp.full([6], 50.0, jnp.float32)},
+    ],
+    ids=["all", "one", "with a small one", "with a bias", "one that was 0"],
+)
+def test_parameters_that_are_put_in_after_init_are_no_damage(loaded):
+    for before in (PARAMS, jax.tree.map(jnp.zeros_like, PARAMS)):
+        assert outcome(before=before, after=PARAMS | loaded)[0] == [0] * 40
+
+
+def test_init_without_values_knows_no_sizes():
+    shapes = jax.eval_shape(lambda: PARAMS)
+    state = stabil.guard(optax.sgd(0.1)).init(shapes)
+    assert np.isnan(state.parameter_sizes.size).all()
+    shaped = jax.eval_shape(TX.init, shapes)
+    assert shaped == jax.eval_shape(lambda: TX.init(PARAMS))
