@@ -67,10 +67,10 @@ class Interventions:
                 return [*waits, self._act(rung, track, seen, track.why(rung))]
         return waits
 
-    def slow_down(self, relapsed: bool, drifted: bool) -> None:
+    def slow_down(self, again: bool, drifted: bool) -> None:
         """Cuts the rate after a rollback to a state that would go wrong again."""
         for rung in self.rungs:
-            wanted = drifted if rung.drifted_steps else relapsed
+            wanted = drifted if rung.drifted_steps else again
             if rung.kind == "cut" and not rung.report_only and wanted:
                 self.rate.cut(rung.amount, rung.lasting_steps)
                 return
@@ -105,11 +105,11 @@ class Interventions:
     ) -> Action:
         start = track.start(seen)
         why = why or track.why(rung)
-        near = len(track.relapses.near(start, track.whole(seen)))
+        relapses = len(track.relapses.at(start, track.whole(seen)))
         left = track.ledger.left(rung)
         track.ledger.use(rung)
-        if near >= self._max_relapses:
-            why = f"{near} rollbacks near step {start} did not help: {why}"
+        if relapses >= self._max_relapses:
+            why = f"{relapses} rollbacks near step {start} did not help: {why}"
             return self._stop(track, seen, why, rung.report_only)
         if not left:
             why = f"the budget of {rung.budget} rollbacks is spent: {why}"

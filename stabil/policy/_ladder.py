@@ -40,7 +40,8 @@ class Ladder:
       healthy_after_steps: later steps without a warning after which a checkpoint
         counts as healthy.
       same_place_steps: rollbacks for events that begin within so many steps of each
-        other, and share a cause or a layer, are relapses at one place.
+        other, and share a cause or a layer, are relapses at one place, unless the run
+        has got past it by `quiet_steps` good steps meanwhile.
       max_relapses: rollbacks at one place, after which the next stops the run.
       lowest_scale: bound that repeated cuts of the learning rate do not cross.
       least_saving_seconds: what waiting for the loss must be likely to save before it
@@ -211,9 +212,11 @@ class Ladder:
         """
         track = self._track
         seen, start = track.whole(observation), track.start(observation)
-        near = len(track.relapses.near(start, seen))
-        self._new_data.restored(near)
-        self._acts.slow_down(near > 0, self._level.drift.leans)
+        self._new_data.restored(len(track.relapses.at(start, seen)))
+        # Also where the run has got past the place: what goes wrong soon again is
+        # helped by smaller steps.
+        near = bool(track.relapses.near(start, seen))
+        self._acts.slow_down(near, self._level.drift.leans)
         if saved is None:
             self._level.take_back(seen.step + 1 - target)
         else:

@@ -16,20 +16,33 @@ _MOST_ROWS, _MOST_BATCHES = 100, 1000
 class Relapses:
     """The rollbacks of a run, and the batches that were at fault.
 
-    Two rollbacks are at the same place when their events began within `reach` steps of
-    each other and share a cause or the first offending signal; or when the same batch
-    was at fault, however far apart.
+    A rollback is near another when their events began within `reach` steps of each
+    other and share a cause or the first offending signal; or when the same batch was at
+    fault, however far apart. It is a relapse when, besides, the run has not got past
+    that place: `good_steps` steps in a row beyond it that were good, which is what
+    makes a checkpoint healthy. Bad batches that come often are then an event each.
 
     Attributes:
       rows: one record a rollback: `step` of the event, `target`, `window` of the data,
-        `first` signal, `causes`, and `batch` at fault.
+        `first` signal, `causes`, `batch` at fault, and `passed`, whether the run has
+        got past the place since.
       batches: batch to the last step at which it was at fault; the newest 1,000.
     """
 
-    def __init__(self, reach: int):
-        self._reach = reach
+    def __init__(self, reach: int, good_steps: int):
+        self._reach, self._good_steps = reach, good_steps
+        self._good_in_a_row = 0
         self.rows: list[dict[str, Any]] = []
         self.batches: dict[str, int] = {}
+
+    def observe(self, step: int, is_good: bool) -> None:
+        """Takes one step in."""
+        self._good_in_a_row = self._good_in_a_row + 1 if is_good else 0
+        if self._good_in_a_row < self._good_steps:
+            return
+        for row in self.rows:
+            if step >= row["step"] + self._good_steps:
+                row["passed"] = True
 
     def near(self, start: int, seen: Observation) -> list[dict[str, Any]]:
         """The rollbacks at the place of an event that began at step `start`."""
@@ -40,6 +53,16 @@ class Relapses:
             if (batch is not None and row.get("batch") == batch)
             or abs(row["step"] - start) <= self._reach
             and (row["first"] == seen.first or causes & set(row["causes"]))
+        ]
+
+    def at(self, start: int, seen: Observation) -> list[dict[str, Any]]:
+        """Those of them that an event makes a relapse."""
+        batch = batch_name(seen)
+        return [
+            row
+            for row in self.near(start, seen)
+            if not row.get("passed")
+            or (batch is not None and row.get("batch") == batch)
         ]
 
     def again(self, seen: Observation) -> list[Action]:
@@ -68,8 +91,10 @@ class Relapses:
                 first=seen.first,
                 causes=list(seen.causes),
                 batch=batch_name(seen),
+                passed=False,
             )
         )
+        self._good_in_a_row = 0
         del self.rows[:-_MOST_ROWS]
 
     def numbers(self, start: int, seen: Observation, high_steps: int) -> dict[str, Any]:
@@ -78,13 +103,13 @@ class Relapses:
         The first time to before the event, and after a high loss as many batches more
         as were high; each further time to an older state, and twice as many more.
         """
-        near = self.near(start, seen)
-        before = min(near[-1]["target"], start + 1) if near else start + 1
+        rows = self.at(start, seen)
+        before = min(rows[-1]["target"], start + 1) if rows else start + 1
         return {
             "event_step": start,
             "before": before,
-            "relapses": len(near),
-            "skip_more": _SKIP_MORE * 2 ** len(near) if near else high_steps,
+            "relapses": len(rows),
+            "skip_more": _SKIP_MORE * 2 ** len(rows) if rows else high_steps,
         }
 
     def stop(

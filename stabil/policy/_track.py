@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from stabil.policy._episode import Episode, Streaks
-from stabil.policy._level import NORMAL
+from stabil.policy._level import HIGH, NORMAL
 from stabil.policy._relapses import Relapses
 from stabil.policy._rungs import Ledger, Rung
-from stabil.policy._words import BLOCK, OK, Observation
+from stabil.policy._words import BLOCK, OK, WARN, Observation
 
 
 class Track:
@@ -31,7 +31,7 @@ class Track:
         self.ledger = Ledger()
         self.episode = Episode(quiet_steps)
         self.streaks = Streaks(rungs)
-        self.relapses = Relapses(reach)
+        self.relapses = Relapses(reach, quiet_steps)
         self.drifted_steps = 0
 
     def observe(
@@ -47,6 +47,7 @@ class Track:
             # The loss is one for all, and a rise is no event of its own.
             height = height if self.episode.is_open else NORMAL
         self.episode.observe(seen, height)
+        self.relapses.observe(seen.step, seen.severity < WARN and height < HIGH)
         self.streaks.observe(seen)
 
     def is_calm(self, seen: Observation) -> bool:

@@ -19,6 +19,7 @@ from stabil.policy import (
     unattended,
 )
 from stabil.policy._level import EXTREME, FAR, LossLevel
+from stabil.policy._rungs import DAMAGE
 from stabil.vocabulary import Cause, Severity
 
 NAN_GRADIENT = dict(severity=BLOCK, causes=("nonfinite_gradient",), first="grads/w")
@@ -244,6 +245,47 @@ def test_relapse_at_one_place_widens_then_stops_with_advice_and_evidence():
     assert [e["step"] for e in stop.numbers["evidence"]] == [100, 100, 100, 102]
     assert stop.numbers["advice"][-1].startswith("resume from an older step")
     assert ladder.learning_rate_scale == 0.25  # cut at each relapse
+
+
+def burst(ladder, at, good):
+    """Three blocked batches, a rollback by 10 steps, and good steps beyond them."""
+    for i in range(3):
+        seen = Observation(at + i, data_index=at + i, **NAN_GRADIENT)
+        action = ladder.decide(seen)[-1]
+    if action.kind == "rollback":
+        ladder.rolled_back(seen, at - 10, (at - 10, at + 2))
+        run(ladder, [Observation(at - 10 + i, loss=2.0) for i in range(10 + good)])
+    return action
+
+
+def test_bad_bursts_that_the_run_gets_past_are_no_relapses():
+    """Each costs budget, which is what ends a run of too many of them."""
+    ladder = Ladder([Rung("rollback", blocked_steps=3, causes=DAMAGE, budget=7)])
+    ladder.decide(Observation(99, loss=2.0))
+    actions = [burst(ladder, 100 + 30 * i, good=30) for i in range(8)]
+    assert [a.kind for a in actions] == ["rollback"] * 7 + ["stop"]
+    assert actions[-1].reason.startswith("the budget of 7 rollbacks is spent")
+    assert {a.numbers["relapses"] for a in actions[:7]} == {0}
+    assert [a.numbers["before"] for a in actions[:3]] == [101, 131, 161]
+    assert actions[-1].numbers["advice"]
+
+
+def test_a_run_that_fails_again_soon_has_not_got_past_the_place():
+    ladder = Ladder([Rung("rollback", blocked_steps=3, causes=DAMAGE, budget=7)])
+    ladder.decide(Observation(99, loss=2.0))
+    actions = [burst(ladder, 100 + 6 * i, good=6) for i in range(4)]
+    assert [a.kind for a in actions] == ["rollback"] * 3 + ["stop"]
+    assert actions[-1].reason.startswith("3 rollbacks near step 118 did not help")
+    assert [a.numbers["before"] for a in actions[:3]] == [101, 90, 96]
+
+
+def test_what_was_passed_is_remembered_over_a_restart():
+    first, second = Ladder(), Ladder()
+    first.decide(Observation(99, loss=2.0))
+    burst(first, 100, good=30)
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    second.decide(Observation(129, loss=2.0))
+    assert burst(second, 130, good=0).numbers["relapses"] == 0
 
 
 def test_two_different_faults_at_one_place_are_no_relapse():
