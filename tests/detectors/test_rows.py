@@ -109,3 +109,13 @@ def test_only_what_was_read_is_read():
     np.testing.assert_array_equal(rows.nonfinite, [False, True, False, False])
     np.testing.assert_array_equal(rows.crowded, [True, True, False, False])
     assert np.all(np.isnan(rows.shapes)) and rows.shards.shape == (0, 4)
+
+
+def test_a_row_whose_branch_did_not_run_is_not_ill():
+    have = ("nan_count", "inf_count", "absmax")
+    table = jnp.stack([jnp.full([3], jnp.nan), jnp.array([1.0, 0.0, jnp.nan])])
+    readings = stabil.Readings(table, ("a", "b"), have, table[None])
+    rows = read_rows(readings, 2)
+    np.testing.assert_array_equal(rows.nonfinite, [False, True])
+    np.testing.assert_array_equal(rows.ill_shards, [[False, True]])
+    assert np.all(np.isnan(rows.magnitudes))
