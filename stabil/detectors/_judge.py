@@ -236,6 +236,7 @@ def _layers(
         state,
         level=both(jnp.where(armed, signals.location[leaves], jnp.nan), rows.level),
         jump=both(jnp.where(armed, d.jump[leaves], jnp.nan), rows.jump),
+        noise=both(d.scale[leaves], rows.noise),
         spikes=both(leaf_spikes, rows.jumps),
         values=both(e.gradient_sums, jnp.where(still, 0.0, e.rows.magnitudes)),
         alive=both(alive, rows.alive),

@@ -143,6 +143,7 @@ class Followed(NamedTuple):
       score: float32 scalar, the largest deviation of a magnitude.
       level: float32 `[R]`, level of the magnitudes; NaN where not read or not armed.
       jump: float32 `[R]`, the newest magnitude over it; NaN likewise.
+      noise: float32 `[R]`, one robust standard deviation of the log of the magnitude.
       alive: bool `[R]`, rows that were well above zero (that varied, where there is a
         standard deviation) for the length of the warm-up.
       jumps: bool `[R]`, magnitudes that leap.
@@ -154,6 +155,7 @@ class Followed(NamedTuple):
     score: jax.Array
     level: jax.Array
     jump: jax.Array
+    noise: jax.Array
     alive: jax.Array
     jumps: jax.Array
     shapes: jax.Array
@@ -207,6 +209,7 @@ def follow_rows(
         score=jnp.max(d.score[:size], initial=0.0),
         level=jnp.where(armed[0], new.location[:size], jnp.nan),
         jump=jnp.where(armed[0], d.jump[:size], jnp.nan),
+        noise=d.scale[:size],
         alive=jnp.where(jnp.isfinite(rows.shapes[0]), known[1], known[0]),
         jumps=jumps,
         shapes=leaps[1] | leaps[2],
@@ -238,4 +241,4 @@ def unseen(size: int) -> Followed:
     """What rows say that nobody reads."""
     no, nothing = jnp.zeros([size], bool), jnp.full([size], jnp.nan, jnp.float32)
     slopes = Slopes(no, no, no, no)
-    return Followed(jnp.float32(0), nothing, nothing, no, no, no, no, slopes)
+    return Followed(jnp.float32(0), nothing, nothing, nothing, no, no, no, no, slopes)

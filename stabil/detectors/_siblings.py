@@ -4,8 +4,10 @@ Siblings are never equal: a first block may have ten times the gradient of the o
 for a whole run. So each signal is held against its own habit, a slow mean of its level,
 and only then against the other members of its group, as `agree` does:
 
-  h <- h + max(1 / n, 1 / 2000) (m - h)        apart = agree(m - h)
+  h <- h + max(1 / n, 1 / 2000, min(s, 1)^2 / 20) (m - h)        apart = agree(m - h)
 
+where s is the noise that is usual in the group, the median of its members: in a wild
+time, and just after it, levels are on their way, and none of them is a habit.
 A signal that departs is named at once, and a second time when it has been away for 50
 steps; its habit is then its present level, so that the event ends.
 """
@@ -22,6 +24,7 @@ from stabil.detectors._agreement import has_siblings, stand
 from stabil.detectors._idle import IdleState, watch_idle
 
 _SLOWEST = 1 / 2000
+_RESTLESS = 1 / 20
 _SETTLED_STEPS = 20
 PATIENCE_STEPS = 50
 
@@ -72,6 +75,7 @@ def compare(
     state: SiblingState,
     level: jax.Array,
     jump: jax.Array,
+    noise: jax.Array,
     spikes: jax.Array,
     values: jax.Array,
     alive: jax.Array,
@@ -84,6 +88,7 @@ def compare(
       level: float32 `[S]`, level of each signal's logarithm; NaN where it is unknown or
         the signal was not read.
       jump: float32 `[S]`, the newest value over that level; NaN likewise.
+      noise: float32 `[S]`, one robust standard deviation of the logarithm.
       spikes: bool `[S]`, signals whose jump is a spike by itself.
       values: float32 `[S]`, the newest values, not on a logarithm.
       alive: bool `[S]`, whether a signal was ever well above zero.
@@ -94,7 +99,9 @@ def compare(
     no = jnp.zeros(now.shape, bool)
     alone = away = no
     if has_siblings(groups):
-        state, alone, away = _hold_against_siblings(state, level, jump, spikes, groups)
+        state, alone, away = _hold_against_siblings(
+            state, level, jump, noise, spikes, groups
+        )
     return state._replace(idle=idle), Departed(
         alone=alone, away=away, died=now & alive, silent=now & ~alive
     )
@@ -104,21 +111,26 @@ def _hold_against_siblings(
     state: SiblingState,
     level: jax.Array,
     jump: jax.Array,
+    noise: jax.Array,
     spikes: jax.Array,
     groups: Sequence[int],
 ) -> tuple[SiblingState, jax.Array, jax.Array]:
     """The next state, signals that begin to depart, and that have been away long."""
     known = jnp.isfinite(level)
     followed = jnp.where(known, jnp.minimum(state.followed + 1, 1 << 30), 0)
-    rate = jnp.maximum(1 / jnp.maximum(followed, 1).astype(jnp.float32), _SLOWEST)
     settled = known & (state.followed >= _SETTLED_STEPS)
     drift = jnp.where(settled, level - state.habit, jnp.nan)
-    found = stand(jnp.stack([drift, jump]), groups)
+    noise = jnp.where(known, noise, jnp.nan)
+    found = stand(jnp.stack([drift, jump, noise]), groups)
+    of_group = noise - found.ratio[2]
+    rate = 1 / jnp.maximum(followed, 1).astype(jnp.float32)
+    restless = _RESTLESS * jnp.minimum(of_group**2, 1.0)
+    rate = jnp.maximum(rate, jnp.maximum(restless, _SLOWEST))
     departs = found.departs[0]
     steps = jnp.where(departs, state.apart + 1, 0)
     away = steps >= PATIENCE_STEPS
     # While a signal departs its habit stands still, and then is what it came to.
-    moved = state.habit + rate * jnp.where(known, level - state.habit, 0.0)
+    moved = state.habit + rate * (level - state.habit)
     habit = jnp.where(departs, state.habit, moved)
     new = state._replace(
         habit=jnp.where(known, jnp.where(away, level, habit), state.habit),

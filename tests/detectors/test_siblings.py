@@ -23,19 +23,20 @@ STEPS = 400
 
 
 @jax.jit
-def play(levels):
+def play(levels, noise=0.05):
     """Departed `[steps, S]` of a stream of levels `[steps, S]`, on the logarithm."""
 
-    def step(state, level):
+    def step(state, given):
+        level, noise = given
         no = jnp.zeros(len(NAMES), bool)
-        return compare(
-            state, level, jnp.zeros_like(level), no, jnp.exp(level), ~no, GROUPS
-        )
+        none = jnp.zeros_like(level)
+        return compare(state, level, none, noise, no, jnp.exp(level), ~no, GROUPS)
 
-    return jax.lax.scan(step, SiblingState.empty(len(NAMES)), levels)[1]
+    given = levels, jnp.broadcast_to(noise, levels.shape)
+    return jax.lax.scan(step, SiblingState.empty(len(NAMES)), given)[1]
 
 
-def reference(levels):
+def reference(levels, noise):
     """The module docstring as loops in float64: signals that begin, that are away."""
     steps, size = levels.shape
     habit, followed, apart = np.zeros(size), np.zeros(size, int), np.zeros(size, int)
@@ -44,9 +45,12 @@ def reference(levels):
         known = np.isfinite(levels[t])
         settled = known & (followed >= 20)
         drift = np.where(settled, levels[t] - habit, np.nan)
-        departs = np.zeros(size, bool)
+        departs, usual = np.zeros(size, bool), noise[t].copy()
         for group in set(GROUPS):
-            at = [i for i, g in enumerate(GROUPS) if g == group and settled[i]]
+            at = [i for i, g in enumerate(GROUPS) if g == group and known[i]]
+            if len(at) >= 4:
+                usual[at] = np.median(noise[t, at])
+            at = [i for i in at if settled[i]]
             if len(at) < 4:
                 continue
             r = drift[at] - np.median(drift[at])
@@ -59,7 +63,8 @@ def reference(levels):
             if apart[i] >= 50:
                 away[t, i], apart[i], habit[i] = True, 0, levels[t, i]
             elif not departs[i]:
-                habit[i] += max(1 / followed[i], 1 / 2000) * (levels[t, i] - habit[i])
+                rate = max(1 / followed[i], 1 / 2000, min(usual[i], 1) ** 2 / 20)
+                habit[i] += rate * (levels[t, i] - habit[i])
     return begins, away
 
 
@@ -76,8 +81,11 @@ def test_equals_the_loop(rng):
     levels[200:, 9] += np.linspace(0, 5, STEPS - 200)  # goes away for good
     levels[260:, 3] -= 3
     levels[300:310] = np.nan
-    found = play(levels.astype(np.float32))
-    begins, away = reference(levels.astype(np.float32).astype(float))
+    noise = 0.1 * np.exp(rng.normal(size=levels.shape))
+    noise[100:130] *= 20
+    levels, noise = levels.astype(np.float32), noise.astype(np.float32)
+    found = play(levels, noise)
+    begins, away = reference(levels.astype(float), noise.astype(float))
     np.testing.assert_array_equal(found.alone, begins)
     np.testing.assert_array_equal(found.away, away)
     assert begins.any(axis=0).nonzero()[0].tolist() == [3, 4, 9]
@@ -91,6 +99,16 @@ def test_siblings_of_different_size_that_change_together_are_left_alone(seed, sh
     levels[200:] += shift
     found = play(levels.astype(np.float32))
     assert not np.any(found.alone) and not np.any(found.away)
+
+
+def test_after_a_wild_time_a_group_has_no_habit(rng):
+    levels = healthy(rng)
+    # What the level, and the noise, have of the wild time is forgotten in 50 steps.
+    left = np.exp(-np.maximum(np.arange(STEPS) - 150, 0) / 50)
+    levels[:, 4] += 3 * left
+    noise = np.full(levels.shape, 2.0) * left[:, None]
+    levels, noise = levels.astype(np.float32), noise.astype(np.float32)
+    assert np.any(play(levels).away) and not np.any(play(levels, noise).alone)
 
 
 @given(st.permutations(range(6)))
@@ -111,7 +129,7 @@ def test_a_layer_that_dies_is_told_once_and_one_that_never_lived_apart():
             nothing = jnp.full(2, jnp.nan)
             no = jnp.zeros(2, bool)
             alive = jnp.array([True, False])
-            return compare(state, nothing, nothing, no, value, alive, groups)
+            return compare(state, *[nothing] * 3, no, value, alive, groups)
 
         return jax.lax.scan(step, SiblingState.empty(2), values)[1]
 
