@@ -109,6 +109,11 @@ def test_losses_below_zero(rng):
     assert judge.row(202, -8.0) == OK
 
 
+def test_a_constant_below_zero_and_one_worse_value():
+    found = severities([-5.0] * 200 + [-2.0] + [-5.0] * 100)
+    assert found[200] >= WATCH and sum(map(bool, found)) == 1
+
+
 def test_a_run_that_turns_negative_keeps_its_level(rng):
     losses = np.linspace(1.0, -1.0, 400) + 0.02 * rng.normal(size=400)
     found = severities(losses)

@@ -17,14 +17,14 @@ GROUPS = groups_of([*(f"grads/{i}" for i in range(LEAVES)), *NAMES])
 
 
 def one_step(state, inputs):
-    loss, sums, table = inputs
+    loss, sums, table, update = inputs
     evidence = Evidence(
         loss=loss,
         loss_given=jnp.asarray(True),
         gradient_sums=sums,
         moment_levels=jnp.sqrt(sums),
         bad_moments=jnp.zeros(LEAVES, bool),
-        update_rms=jnp.sqrt(sums[0]),
+        update_rms=update,
         rows=read_rows(stabil.Readings(table, NAMES, STATISTICS), ROWS),
     )
     found = judge(
@@ -41,12 +41,17 @@ def one_step(state, inputs):
 
 
 @jax.jit
-def go_on(state, losses, sums, tables):
-    return jax.lax.scan(one_step, state, (losses, sums, tables))
+def scan(state, *inputs):
+    return jax.lax.scan(one_step, state, inputs)
 
 
-def play(losses, sums, tables):
-    return go_on(JudgeState.empty(LEAVES, ROWS), losses, sums, tables)
+def go_on(state, losses, sums, tables, updates=None):
+    updates = np.sqrt(sums[:, 0]) if updates is None else updates
+    return scan(state, losses, sums, tables, updates)
+
+
+def play(*inputs):
+    return go_on(JudgeState.empty(LEAVES, ROWS), *inputs)
 
 
 def healthy(rng):
@@ -78,6 +83,20 @@ def test_healthy_run_is_silent_and_events_are_not(rng):
     _, verdict = play(*eventful(rng))
     assert np.all(verdict.severity[:150] < Severity.WARN)
     assert np.any(verdict.severity[150:156] == Severity.WARN)
+
+
+def test_the_update_departs_before_gradient_and_loss():
+    losses, sums = np.full(STEPS, 2.0), np.ones((STEPS, LEAVES))
+    updates, tables = np.ones(STEPS), np.ones((STEPS, ROWS, 4))
+    updates[300:] = 2.0
+    losses[301], sums[301] = 3.0, 25.0
+    given = [x.astype(np.float32) for x in (losses, sums, tables, updates)]
+    _, verdict = play(*given)
+    found = np.flatnonzero(verdict.flags)
+    assert found[0] == 300
+    assert stabil.Cause.names(int(verdict.flags[300])) == ("update_spike",)
+    assert verdict.first[300] == 2 + 2 * LEAVES
+    assert "loss_spike" in stabil.Cause.names(int(verdict.flags[301]))
 
 
 @given(st.integers(-20, 20), st.integers(0, 2**32 - 1))
