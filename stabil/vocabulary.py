@@ -41,6 +41,7 @@ class Cause(enum.IntFlag):
     EMPTY_BATCH = 1 << 15
     LEVEL_SHIFT = 1 << 16
     PARAMETER_LEAP = 1 << 17
+    DTYPE_RANGE = 1 << 18
 
     @classmethod
     def names(cls, flags: int) -> tuple[str, ...]:

@@ -153,7 +153,7 @@ def union(f: Findings) -> jax.Array:
         Cause.UPDATE_SPIKE: f.update_spike | f.beyond[-1],
         Cause.MOMENT_SPIKE: jnp.any(f.wild_moments)
         | jnp.any(f.beyond[1 + leaves : -1]),
-        Cause.ACTIVATION_LIMIT: jnp.any(f.row_limits | f.crowded),
+        Cause.ACTIVATION_LIMIT: jnp.any(f.row_limits),
         Cause.ACTIVATION_SHIFT: jnp.any(
             f.row_jumps | f.row_shapes | f.slopes.tail | f.slopes.rank
         ),
@@ -162,6 +162,7 @@ def union(f: Findings) -> jax.Array:
         Cause.DEAD_LAYER: jnp.any(f.layers.died | f.layers.silent)
         | jnp.any(f.slopes.collapsed),
         Cause.LEVEL_SHIFT: f.risen | jnp.any(f.drifts),
+        Cause.DTYPE_RANGE: jnp.any(f.crowded),
     }
     flags = jnp.zeros([], jnp.int32)
     for cause, found in holds.items():

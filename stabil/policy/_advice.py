@@ -29,7 +29,7 @@ _BY_WORD = (
 )
 _BY_CAUSE = (
     (
-        ("nonfinite_activation", "norm_overflow", "activation_limit"),
+        ("nonfinite_activation", "norm_overflow", "activation_limit", "dtype_range"),
         "compute the named layer in float32, or bound its logits",
     ),
     (

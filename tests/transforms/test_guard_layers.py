@@ -85,11 +85,7 @@ EXPECTED = {
     ),
     rank_falls: (("activation_shift",), Severity.WATCH, "activations/block_0/mlp"),
     logits_grow: (("activation_limit",), Severity.WARN, "activations/attention_logits"),
-    format_overflows: (
-        ("activation_limit",),
-        Severity.WATCH,
-        "activations/block_2/mlp",
-    ),
+    format_overflows: (("dtype_range",), Severity.WATCH, "activations/block_2/mlp"),
     device_departs: (("replica_disagreement",), Severity.WARN, "devices/2"),
 }
 
