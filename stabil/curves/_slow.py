@@ -1,7 +1,7 @@
 """What shows over hundreds of rows only: repeating data, plateaus, drifts.
 
 All of it is a notice (WATCH), and known with the end of the log. Rows are taken in by
-windows of 1024, from which only medians of 16 rows are kept, and of long logs only
+windows of 1024, from which only medians of 8 rows are kept, and of long logs only
 every second of these, fourth, and so on: memory does not grow.
 """
 
@@ -17,12 +17,12 @@ import numpy as np
 from stabil.curves._event import Event
 from stabil.curves._judge import WATCH
 
-WINDOW, _BLOCK, _KEPT = 1024, 16, 2048
+WINDOW, _BLOCK, _KEPT = 1024, 8, 2048
 _LEAST_WINDOW, _LONGEST_LAG = 256, 256
 _AGAIN, _AGAINST = 0.5, -0.2  # correlation at the period, and before it
 _FLAT = 0.015  # change of the loss that is none, for half the run so far
-_LEAST_BLOCKS = 6
-_LEAST_PLATEAU = 32  # blocks
+_LEAST_DRIFT, _LEAST_PLATEAU = 12, 12  # blocks
+_SMOOTH = 4  # blocks on either side
 _GROWTH = math.log(1.3)
 
 
@@ -175,17 +175,18 @@ def _slow_rise(x: np.ndarray) -> tuple[int, int] | None:
     """
     usable = np.flatnonzero(np.isfinite(x))
     usable = usable[usable >= len(x) // 10]
-    if len(usable) < 2 * _LEAST_BLOCKS:
+    if len(usable) < 2 * _LEAST_DRIFT:
         return None
     x = x[usable]
-    smooth = np.array([np.median(x[max(0, i - 2) : i + 3]) for i in range(len(x))])
+    near = [x[max(0, i - _SMOOTH) : i + _SMOOTH + 1] for i in range(len(x))]
+    smooth = np.array([np.median(part) for part in near])
     lowest = np.minimum.accumulate(smooth)
     last = int(np.argmax(smooth - lowest))
     first = int(np.argmin(smooth[: last + 1]))
     rise = smooth[last] - smooth[first]
     low = smooth[first : last + 1] <= smooth[first] + 0.1 * rise
     first += int(np.flatnonzero(low)[-1])
-    if last - first < _LEAST_BLOCKS:
+    if last - first < _LEAST_DRIFT:
         return None
     noise = 1.4826 * float(np.median(np.abs(np.diff(x))))
     jump = float(np.max(np.abs(np.diff(smooth[first : last + 1]))))

@@ -8,11 +8,11 @@ import numpy as np
 from stabil.cli import main
 
 
-def write_log(path, spike=True):
+def write_log(path, spike=True, first=2.3):
     rng = np.random.default_rng(0)
-    losses = 2.0 * np.exp(0.01 * rng.normal(size=300))
+    losses = np.geomspace(first, 2.0, 300) * np.exp(0.01 * rng.normal(size=300))
     if spike:
-        losses[200:206] *= 2
+        losses[200:206] *= 2.2
     path.write_text("step,loss\n" + "\n".join(f"{i},{x}" for i, x in enumerate(losses)))
     return str(path)
 
@@ -57,7 +57,7 @@ def test_unreadable_logs_do_not_stop_the_others(tmp_path, capsys):
 
 
 def test_calibration_is_made_and_held_against(tmp_path, capsys):
-    base = write_log(tmp_path / "base.csv", spike=False)
+    base = write_log(tmp_path / "base.csv", spike=False, first=2.0)
     out = str(tmp_path / "c.json")
     assert main(["calibrate", base, "--out", out]) == 0
     assert f"written to {out}" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """The report on a log, its picture, and real curves where there is a folder."""
 
+import csv
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ CURVES = pathlib.Path(os.environ.get("STABIL_CURVES", ROOT.parent / "shared/curv
 
 
 def write_log(path, rng, rows=400):
-    losses = 2.0 * np.exp(0.01 * rng.normal(size=rows))
+    losses = np.geomspace(2.6, 2.0, rows) * np.exp(0.01 * rng.normal(size=rows))
     losses[200:206] *= 2
     lines = [json.dumps(dict(step=i, loss=x)) for i, x in enumerate(losses)]
     path.write_text("\n".join(lines))
@@ -96,6 +97,19 @@ def test_start_and_hard_batches_of_real_runs_are_left_alone(run):
         scores[row[0]] = judge.loss_score
     # One batch of one order of the data is an outlier of all but the first.
     assert run == "llmc_a" or scores[7429] > 3
+
+
+@needs_curves
+@pytest.mark.parametrize("name", ["conformer_restarts", "conformer_long_plateau"])
+def test_labelled_plateaus_are_told(name):
+    with open(CURVES / "labels.csv") as file:
+        labels = [row for row in csv.DictReader(file) if row["curve"] == name]
+    told = [e for e in lint(CURVES / f"{name}.csv.gz").events if e.kind == "plateau"]
+    for row in labels:
+        if row["kind"] == "plateau":
+            first, last = float(row["start_step"]), float(row["end_step"])
+            shared = [min(e.end, last) - max(e.start, first) for e in told]
+            assert max(shared) >= (last - first) / 2
 
 
 @needs_curves

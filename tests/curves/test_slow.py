@@ -53,6 +53,14 @@ def test_a_run_that_stands_still_is_a_plateau(rng):
     assert str(plateau).startswith("watch plateau at ")
 
 
+def test_a_short_plateau_at_the_start_is_told(rng):
+    loss = 5.5 * np.exp(0.01 * rng.normal(size=800))
+    loss[150:] *= np.linspace(0.9, 0.3, 650)
+    (plateau,) = events(loss)
+    assert plateau.kind == "plateau"
+    assert plateau.start < 32 and abs(plateau.end - 150) < 32
+
+
 def test_slow_growth_of_the_norm_is_a_drift_and_a_jump_is_none(rng):
     norms = np.exp(0.1 * rng.normal(size=ROWS))
     grown, jumped = norms.copy(), norms.copy()
