@@ -138,6 +138,21 @@ def test_blips_of_the_gradient_norm_are_at_most_watch(rng):
     assert max(found) == WATCH
 
 
+@pytest.mark.parametrize("kind", ["laplace", "student", "gamma", "mixture"])
+def test_noise_that_is_heavy_by_nature_raises_no_warning(rng, kind):
+    draws = {
+        "laplace": lambda n: np.exp(0.2 * rng.laplace(size=n)),
+        "student": lambda n: np.exp(0.1 * rng.standard_t(3, size=n)),
+        "gamma": lambda n: rng.gamma(2.0, size=n),
+        "mixture": lambda n: np.exp(
+            rng.choice([0.02, 0.3], size=n) * rng.normal(size=n)
+        ),
+    }
+    for _ in range(5):
+        found = severities(draws[kind](1000), draws[kind](1000))
+        assert max(found[20:]) <= WATCH  # of fewer rows the noise is not known
+
+
 def test_alternating_shards_are_left_alone(rng):
     shard = np.repeat(rng.integers(0, 2, size=40), 30)
     losses = noisy(rng, 1200) * np.exp(0.03 * shard)
