@@ -1,7 +1,7 @@
 """Cost of probes in a train step, against the same step without them.
 
     python benchmarks/probes.py [--json] [--size demo|wide] [--dtype float32|bfloat16]
-                                [--rounds 11] [--batch 8] [--forward] [--peers]
+                                [--rounds 21] [--batch 8] [--forward] [--peers]
 
 The step is forward, backward and AdamW of a decoder: `demo` is 4 layers of width 128
 at sequence 128, `wide` 6 layers of width 384 at sequence 256. Steps of all
@@ -12,9 +12,10 @@ their name every module's output; `full_backward` is collected around the whole 
 `--forward` adds rows of the loss alone, against the loss alone; `--peers` the same step
 with other tools, see `probes_peers`.
 Times are CPU seconds of the process where the device is the CPU, wall seconds
-elsewhere. Bytes and temporary memory are XLA's own analysis and do not depend on the
-machine's load; bytes hold branches that are seldom taken. The steps run with host
-transfers disallowed.
+elsewhere. The summary's compile ratios are medians over three turns, in which each
+program is traced and compiled from nothing. Bytes and temporary memory are XLA's own
+analysis and do not depend on the machine's load; bytes hold branches that are seldom
+taken. The steps run with host transfers disallowed.
 """
 
 from __future__ import annotations
@@ -136,6 +137,23 @@ def configurations(model: Decoder, forward: bool) -> dict[str, Callable[..., Any
     }
 
 
+def compile_ratios(
+    steps: dict[str, Callable[..., Any]], arguments: Any, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Of each step over the first one: medians over turns of what tracing costs too."""
+    turns = []
+    for _ in range(3):
+        seconds = {}
+        for name, step in steps.items():
+            jax.clear_caches()
+            start = clock()
+            jax.jit(step).lower(*arguments).compile()
+            seconds[name] = clock() - start
+        base = next(iter(seconds.values()))
+        turns.append({name: s / base for name, s in seconds.items()})
+    return {name: statistics.median(t[name] for t in turns) for name in steps}
+
+
 def measure(
     size: str, dtype: str, rounds: int, batch: int, forward: bool, peers: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -178,6 +196,11 @@ def measure(
         r["step_seconds"] = statistics.median(a for a, _ in pairs)
         r["bytes_ratio"] = r["bytes_accessed"] / result[base]["bytes_accessed"]
         r["compile_ratio"] = r["compile_seconds"] / result[base]["compile_seconds"]
+    steps = configurations(model, forward)
+    chosen = {n: steps[n] for n in ("plain", "noise", "minimal", "minimal_modules")}
+    ratios = compile_ratios(chosen, (params, state, tokens, jnp.int32(0)), clock)
+    for name, value in ratios.items():
+        result[name]["compile_ratio"] = value
     if not peers:
         return result, {}
     others = measure_peers(
@@ -197,7 +220,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--size", choices=list(SIZES), default="demo")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--forward", action="store_true", help="the loss alone too")
     parser.add_argument("--peers", action="store_true", help="other tools too")
@@ -223,6 +246,7 @@ def main() -> None:
         "every_module_full_every_10_ratio": tenth("full_modules"),
         "every_module_compile_ratio": found["minimal_modules"]["compile_ratio"],
         "noise_ratio": found["noise"]["step_ratio"],
+        "compile_noise_ratio": found["noise"]["compile_ratio"],
     }
     whole = {
         "summary": summary,
