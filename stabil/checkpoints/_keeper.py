@@ -165,8 +165,8 @@ class Keeper:
         """Saves in the background if a save is due; call it every step.
 
         With `snapshot_every` a copy in host memory counts as a save too. The first call
-        of a run saves. A due save waits for the one before it, and the
-        one that a signal asks for, see `watch_signals`, for itself.
+        of a run saves. A due save waits for the one before it, and the one that a
+        signal asks for, see `watch_signals`, for itself.
 
         Args:
           step: number of the state, >= 0 and rising; the number to restore.

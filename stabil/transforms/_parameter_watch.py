@@ -13,8 +13,8 @@ carefully, since people put other parameters in after it:
 
   damaged  <=>  r_0 > 20 r_init > 0, while no other leaf's size has changed at all
 
-An update can do this too, where a learning rate
-leaps and a leaf is small; so the refusal of finite sizes is bounded.
+An update can do this too, where a learning rate leaps and a leaf is small; so the
+refusal of finite sizes is bounded.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def watch_parameters(
     if len(leaves) != state.size.shape[0] or not leaves:
         nothing = jnp.zeros(state.size.shape, bool)
         return nothing, nothing, state
-    x = jnp.stack([_mean_square(leaf) for leaf in leaves])
-    bad, x = jnp.isnan(x), jnp.sqrt(x)
+    x = _sizes(leaves)
+    bad = jnp.isnan(x)
     moved = jnp.abs(x - state.size)
     armed = (state.sized_steps >= _ARMED_AFTER) & (state.size > 0)
     is_first = (state.sized_steps == 0) & (state.size > 0)
@@ -122,8 +122,13 @@ def _leapt_alone(before: jax.Array, now: jax.Array) -> jax.Array:
 
 @jax.jit
 def _sizes_at_init(leaves: list[Any]) -> jax.Array:
-    x = jnp.sqrt(jnp.stack([_mean_square(leaf) for leaf in leaves]))
+    x = _sizes(leaves)
     return jnp.where(x > 0, x, jnp.nan)
+
+
+def _sizes(leaves: list[Any]) -> jax.Array:
+    """Root mean squares float32 `[G]`; NaN for a leaf that is not finite."""
+    return jnp.sqrt(jnp.stack([_mean_square(leaf) for leaf in leaves]))
 
 
 def with_parameters(verdict: Verdict, damaged: jax.Array, bad: jax.Array) -> Verdict:

@@ -258,11 +258,16 @@ def burst(ladder, at, good):
     return action
 
 
-def test_bad_bursts_that_the_run_gets_past_are_no_relapses():
-    """Each costs budget, which is what ends a run of too many of them."""
+def bursts(count, apart):
+    """What a ladder says to so many bursts, with good steps in between."""
     ladder = Ladder([Rung("rollback", blocked_steps=3, causes=DAMAGE, budget=7)])
     ladder.decide(Observation(99, loss=2.0))
-    actions = [burst(ladder, 100 + 30 * i, good=30) for i in range(8)]
+    return [burst(ladder, 100 + apart * i, good=apart) for i in range(count)]
+
+
+def test_bad_bursts_that_the_run_gets_past_are_no_relapses():
+    """Each costs budget, which is what ends a run of too many of them."""
+    actions = bursts(8, apart=30)
     assert [a.kind for a in actions] == ["rollback"] * 7 + ["stop"]
     assert actions[-1].reason.startswith("the budget of 7 rollbacks is spent")
     assert {a.numbers["relapses"] for a in actions[:7]} == {0}
@@ -271,9 +276,7 @@ def test_bad_bursts_that_the_run_gets_past_are_no_relapses():
 
 
 def test_a_run_that_fails_again_soon_has_not_got_past_the_place():
-    ladder = Ladder([Rung("rollback", blocked_steps=3, causes=DAMAGE, budget=7)])
-    ladder.decide(Observation(99, loss=2.0))
-    actions = [burst(ladder, 100 + 6 * i, good=6) for i in range(4)]
+    actions = bursts(4, apart=6)
     assert [a.kind for a in actions] == ["rollback"] * 3 + ["stop"]
     assert actions[-1].reason.startswith("3 rollbacks near step 118 did not help")
     assert [a.numbers["before"] for a in actions[:3]] == [101, 90, 96]
