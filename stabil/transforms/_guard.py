@@ -207,7 +207,9 @@ def guard(
         passed = dict(extra, loss=loss, readings=readings, controls=inward)
         passed = {k: v for k, v in passed.items() if v is not None}
         # The clip takes the same norms again; XLA computes them once.
-        clipped, clip_state = clip.update(grads, state.clip_state, params, **passed)
+        clipped, clip_state = clip.update(
+            grads, state.clip_state, params, verdict=found.verdict, **passed
+        )
         refused = restart_moments(
             state.inner_state, grads, restart, sums / _tree.sizes(grads)
         )

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import stabil
+from stabil.vocabulary import Cause, Severity, Verdict
 
 
 def warm(tx, rng, steps=60):
@@ -89,3 +91,73 @@ def test_complex_gradients_are_scaled_too():
     g = jnp.array([3 + 4j, 0], jnp.complex64)
     updates, _ = tx.update(g, tx.init(g))
     np.testing.assert_allclose(updates, g / 5, rtol=1e-6)
+
+
+def verdict(severity=Severity.OK, cause=0):
+    clear = Verdict.clear()
+    return clear._replace(severity=jnp.int32(severity), flags=jnp.int32(cause))
+
+
+def of_norm(size):
+    return jnp.zeros(8).at[3].set(size)
+
+
+ALARMS = {
+    "WARN": (Severity.WARN, Cause.LEVEL_SHIFT, 1.0, True),
+    "loss and norm": (Severity.WATCH, Cause.LOSS_SPIKE, 50.0, True),
+    "loss alone": (Severity.WATCH, Cause.LOSS_SPIKE, 1.0, False),
+    "norm alone": (Severity.WATCH, Cause.GRADIENT_SPIKE, 50.0, False),
+}
+
+
+@pytest.mark.parametrize("alarm", ALARMS)
+def test_after_an_alarm_the_norm_is_held_at_its_level(rng, alarm):
+    severity, cause, times, holds = ALARMS[alarm]
+    tx = stabil.spike_aware(hold_steps=3)
+    _, state = warm(tx, rng)
+    level = float(jnp.exp(state.baseline.location[0]))
+    _, state = tx.update(of_norm(times * level), state, verdict=verdict(severity, cause))
+    assert int(state.held_steps) == 2 * holds
+    for step, times in enumerate((1.5, 0.8, 1.5)):
+        before, g = state, of_norm(times * level)
+        updates, state = tx.update(g, before, verdict=verdict())
+        if holds and step == 0:
+            limit = jnp.exp(before.baseline.location[0])
+            np.testing.assert_allclose(jnp.max(updates), limit, rtol=1e-5)
+            np.testing.assert_allclose(state.threshold_norm, limit, rtol=1e-5)
+        else:
+            np.testing.assert_array_equal(updates, g)
+    assert int(state.held_steps) == 0
+
+
+def test_hold_of_no_steps_is_none(rng):
+    tx = stabil.spike_aware(hold_steps=0)
+    _, state = warm(tx, rng)
+    g = of_norm(2 * jnp.exp(state.baseline.location[0]))
+    updates, _ = tx.update(g, state, verdict=verdict(Severity.WARN))
+    np.testing.assert_array_equal(updates, g)
+
+
+def test_bad_batches_under_a_guard_hold_the_norm_and_quiet_ones_do_not(rng):
+    tx = stabil.guard(optax.sgd(1.0), clip=stabil.spike_aware(hold_steps=50))
+
+    @jax.jit
+    def run(state, norms, losses):
+        def step(state, row):
+            _, state = tx.update(of_norm(row[0]), state, loss=row[1])
+            return state, (state.clip_state.held_steps, state.measures.clip_factor)
+
+        return jax.lax.scan(step, state, (norms, losses))[1]
+
+    norms = jnp.asarray(0.5 * np.exp(0.1 * rng.normal(size=150)), jnp.float32)
+    losses = jnp.asarray(2 + 0.02 * rng.normal(size=150), jnp.float32)
+    state = tx.init(jnp.ones(8))
+    held, factors = run(state, norms, losses)
+    assert not np.any(held)
+    np.testing.assert_array_equal(factors, 1)
+    held, factors = run(state, norms.at[60:62].set(9), losses.at[60:62].set(5))
+    assert not np.any(held[:60]) and np.all(held[60:110]) and not np.any(held[115:])
+    np.testing.assert_allclose(factors[60:62], 0.5 / 9, rtol=0.2)
+    clipped = np.mean(factors[62:110] < 1)
+    assert 0.2 < clipped < 0.8 and np.all(factors[62:110] > 0.6)
+    np.testing.assert_array_equal(factors[115:], 1)
