@@ -46,16 +46,28 @@ def start_copy(vitals: Vitals) -> None:
             f"end_step: needed the step's Vitals, got {type(vitals).__name__}; return "
             "stabil.vitals(opt_state, params=params) from the train step"
         )
-    leaves = [x for x in jax.tree.leaves(vitals) if isinstance(x, jax.Array)]
     # What a CPU has made lies on the host, and to ask costs a third of a quiet step.
-    if leaves and next(iter(leaves[0].devices())).platform != "cpu":
-        for leaf in leaves:
-            leaf.copy_to_host_async()
+    flags = vitals.verdict.flags
+    if isinstance(flags, jax.Array) and next(iter(flags.devices())).platform != "cpu":
+        for leaf in jax.tree.leaves(vitals):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
 
 
 def fetch(vitals: Vitals) -> Vitals:
-    """The vitals as NumPy arrays; waits for the step that makes them."""
+    """The vitals as NumPy arrays, unless quiet; waits for the step that makes them.
+
+    Of a quiet step a few values are wanted, which `number` reads one by one.
+    """
+    severity = np.asarray(vitals.verdict.severity)
+    if severity.ndim == 0 and severity <= Severity.OK:
+        return vitals
     return jax.tree.map(np.asarray, vitals)
+
+
+def number(scalar: Any) -> Any:
+    """A scalar on the host; three times as fast as `float` or `int` of a `jax.Array`."""
+    return np.asarray(scalar).item()
 
 
 def worst(vitals: Vitals) -> tuple[Vitals, int]:
@@ -78,20 +90,20 @@ def worst(vitals: Vitals) -> tuple[Vitals, int]:
 
 
 def to_observation(flown: InFlight, vitals: Vitals, resets_before: int) -> Observation:
-    """What the ladder needs of vitals whose leaves are on the host."""
-    severity = int(vitals.verdict.severity)
-    measures = vitals.measures
+    """What the ladder needs of a step's vitals."""
+    verdict, measures = vitals.verdict, vitals.measures
+    severity, found = number(verdict.severity), number(verdict.flags)
     return Observation(
         step=flown.step,
         severity=severity,
-        causes=vitals.causes if int(vitals.verdict.flags) else (),
-        first=vitals.first,
-        loss=float(measures.loss),
-        grad_norm=float(measures.grad_norm),
-        clip_factor=float(measures.clip_factor),
-        score=float(vitals.verdict.score),
+        causes=vitals.causes if found else (),
+        first=vitals.first if found else None,
+        loss=number(measures.loss),
+        grad_norm=number(measures.grad_norm),
+        clip_factor=number(measures.clip_factor),
+        score=number(verdict.score),
         # The tally goes back with the state in a rollback, so a difference can be < 0.
-        resets=max(0, int(vitals.tally.resets) - resets_before),
+        resets=max(0, number(vitals.tally.resets) - resets_before),
         data_index=flown.data_index,
         batch_id=flown.batch_id,
         micro_batch=flown.micro_batch,

@@ -15,6 +15,7 @@ from stabil.session._flight import (
     DamageCheck,
     InFlight,
     fetch,
+    number,
     to_observation,
     worst,
 )
@@ -96,7 +97,7 @@ class Watch:
         if self._is_old(vitals):
             return None
         seen = to_observation(flown, vitals, self._resets)
-        self._resets = int(vitals.tally.resets)
+        self._resets = number(vitals.tally.resets)
         if state is not None:
             is_kept &= self.rescue.keeper is not None
             seen = self._damage(seen, state, is_kept)
@@ -186,7 +187,7 @@ class Watch:
 
     def _is_old(self, vitals: Vitals) -> bool:
         """Whether the guard has judged nothing since: a micro-batch was accumulated."""
-        judged = int(vitals.tally.judged_steps)
+        judged = number(vitals.tally.judged_steps)
         is_old = 0 < judged == self._judged < _SATURATED
         self._judged = judged
         return is_old

@@ -14,6 +14,8 @@ from stabil.transforms import _check
 from stabil.vocabulary import Cause, Measures, Severity, Tally, Verdict
 
 _FLOOR = 0.05  # norms within 5 % of each other are the same
+# While held, the norm may rise by this share above its mean, which forgets so fast.
+_HELD_RISE, _HELD_DECAY = 1.1, 0.95
 
 
 class SpikeAwareState(NamedTuple):
@@ -27,7 +29,9 @@ class SpikeAwareState(NamedTuple):
       clip_factor: float32 scalar, what the newest gradient was multiplied by.
       threshold_norm: float32 scalar, norm above which the newest gradient would have
         been clipped; inf during the warm-up.
-      held_steps: int32 scalar, further steps whose norm is held at its level.
+      held_steps: int32 scalar, further steps whose norm is held down.
+      held_norm: float32 scalar, mean of the norms let through while it is; else the
+        level, inf during the warm-up.
     """
 
     baseline: BaselineState
@@ -37,6 +41,7 @@ class SpikeAwareState(NamedTuple):
     clip_factor: jax.Array
     threshold_norm: jax.Array
     held_steps: jax.Array
+    held_norm: jax.Array
 
 
 def spike_aware(
@@ -56,7 +61,7 @@ def spike_aware(
 
       limit = exp(m + threshold * s)
       g <- g * limit / n   where n > max(limit, least_ratio * exp(m))
-      g <- g * exp(m) / n  where n > exp(m), for hold_steps after an alarm
+      g <- g * 1.1 h / n   where n > 1.1 h, for hold_steps after an alarm
       g <- g * min(1, max_norm / n)
 
     Healthy norms have heavy tails: of 154,000 steps of eight public GPT-2 runs 316
@@ -69,12 +74,13 @@ def spike_aware(
     most 1 before there is one.
     Quiet gradients pass unchanged.
 
-    An alarm is a WARN of the `stabil.guard` around it, or a spike that it sees in the
-    loss as well. Adam is then fragile for as long as its second moment remembers: what
-    the batches ask for has changed, and the largest of usual gradients do the harm. A
-    burst of bad batches or a change of the data has far less effect with the norm held
-    at its level (`docs/methods.md`). On 154,000 steps of eight public GPT-2 runs there
-    was one alarm.
+    An alarm is a WARN of the `stabil.guard` around it, or a norm of `least_ratio` times
+    its level on a step where the guard sees the loss spike as well. What the batches
+    ask for has changed then, and Adam's second moment remembers the time before. h is
+    the mean of the norms that were let through since, with a decay of 0.95 from exp(m)
+    on: it falls with the norms, and rises by at most 0.5 % a step. So runs that meet
+    bursts of bad batches or a change of the data end lower (`docs/methods.md`). In
+    154,000 steps of eight public GPT-2 runs one is an alarm.
 
     Place: first in `optax.chain`, or `clip=` of `stabil.guard`. Does not: stop the
     momentum or the weight decay of the optimizer after it on a step that it zeroes;
@@ -91,8 +97,8 @@ def spike_aware(
       max_consecutive_steps: spikes in a row that re-learn the level; >= 1.
       least_ratio: a norm of less than so many times its level is not clipped, however
         many deviations that is; dimensionless, > 0.
-      hold_steps: steps after an alarm whose norm is held at its level, about the memory
-        of Adam's second moment at b2 = 0.999; 0 for none.
+      hold_steps: steps from an alarm on whose norm is held down, about the memory of
+        Adam's second moment at b2 = 0.999; 0 for none.
       max_norm: an ordinary constant limit on the norm as well; > 0, inf for none.
 
     Returns:
@@ -120,7 +126,8 @@ def spike_aware(
     spikes multiply; bounded influence after Huber, Robust Estimation of a Location
     Parameter, 1964. ZClip (arXiv:2504.02507) clips on a z-score too; we differ: (1) on
     the log of the norm, (2) with mean absolute deviation instead of the variance, (3)
-    with an end to every refusal, (4) statistics that no NaN can enter.
+    with an end to every refusal, (4) statistics that no NaN can enter. The norm is held after an
+    alarm as AdaGC (arXiv:2502.11034) holds that of every tensor on all steps.
     """
     _check.positive(
         "spike_aware", threshold=threshold, least_ratio=least_ratio, max_norm=max_norm
@@ -144,6 +151,7 @@ def spike_aware(
             clip_factor=jnp.ones([], jnp.float32),
             threshold_norm=jnp.full([], jnp.inf, jnp.float32),
             held_steps=jnp.zeros([], jnp.int32),
+            held_norm=jnp.full([], jnp.inf, jnp.float32),
         )
 
     def update(
@@ -162,12 +170,15 @@ def spike_aware(
         armed = state.baseline.observed[0] >= warmup_steps
         level = jnp.where(armed, jnp.exp(state.baseline.location[0]), jnp.inf)
         edge = level * jnp.exp(threshold * d.scale[0])
-        far = jnp.maximum(edge, least_ratio * level)
-        alarm = _is_alarm(extra.get("verdict"), norm > far)
+        large = least_ratio * level
+        alarm = _is_alarm(extra.get("verdict"), norm > large)
         held_steps = jnp.where(alarm, hold_steps, state.held_steps)
         held = held_steps > 0
-        far = jnp.where(held, level, far)
-        limit = jnp.where(norm > far, jnp.where(held, level, edge), jnp.inf)
+        was_held = (state.held_steps > 0) & jnp.isfinite(state.held_norm)
+        usual = jnp.where(was_held, state.held_norm, level)
+        most = _HELD_RISE * usual
+        far = jnp.where(held, most, jnp.maximum(edge, large))
+        limit = jnp.where(norm > far, jnp.where(held, most, edge), jnp.inf)
         limit = jnp.minimum(limit, max_norm)
         over = finite & (norm > limit)
         factor = jnp.where(over, limit / jnp.where(over, norm, 1.0), 1.0)
@@ -175,6 +186,8 @@ def spike_aware(
         bound = _tree.LARGEST * jnp.sqrt(jnp.sum(_tree.sizes(updates)))
         most = jnp.where(jnp.isfinite(limit), limit, 1.0)
         factor = jnp.where(overflow, most / bound, factor)
+        gap = jnp.minimum(norm, limit) - usual
+        let_through = usual + (1 - _HELD_DECAY) * gap
         baseline, risen = observe(
             state.baseline,
             x,
@@ -197,18 +210,19 @@ def spike_aware(
             clip_factor=jnp.where(finite, factor, 0.0),
             threshold_norm=jnp.minimum(far, max_norm),
             held_steps=jnp.maximum(held_steps - 1, 0),
+            held_norm=jnp.where(jnp.isfinite(let_through) & held, let_through, usual),
         )
         return _tree.rescale(updates, factor, finite), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_alarm(verdict: Verdict | None, far: jax.Array) -> jax.Array:
+def _is_alarm(verdict: Verdict | None, large: jax.Array) -> jax.Array:
     """Whether the guard says that training is at risk: a gradient alone does not."""
     if verdict is None:
         return jnp.bool_(False)
     harms = (verdict.flags & int(Cause.LOSS_SPIKE)) != 0
-    return (verdict.severity >= int(Severity.WARN)) | (harms & far)
+    return (verdict.severity >= int(Severity.WARN)) | (harms & large)
 
 
 def _verdict(
