@@ -98,12 +98,16 @@ def verdict(severity=Severity.OK, cause=0):
     return clear._replace(severity=jnp.int32(severity), flags=jnp.int32(cause))
 
 
+WARNED = verdict(Severity.WARN, Cause.LOSS_SPIKE)
+
+
 def of_norm(size):
     return jnp.zeros(8).at[3].set(size)
 
 
 ALARMS = {
-    "WARN": (Severity.WARN, Cause.LEVEL_SHIFT, 1.0, True),
+    "WARN of the loss": (Severity.WARN, Cause.LOSS_SPIKE, 1.0, True),
+    "WARN of the norm": (Severity.WARN, Cause.LEVEL_SHIFT, 50.0, False),
     "loss and norm": (Severity.WATCH, Cause.LOSS_SPIKE, 50.0, True),
     "loss alone": (Severity.WATCH, Cause.LOSS_SPIKE, 1.0, False),
     "norm alone": (Severity.WATCH, Cause.GRADIENT_SPIKE, 50.0, False),
@@ -137,7 +141,7 @@ def test_held_norm_falls_with_the_norms_and_rises_slowly(rng):
     tx = stabil.spike_aware(hold_steps=1000)
     _, state = warm(tx, rng)
     level = float(jnp.exp(state.baseline.location[0]))
-    _, state = tx.update(of_norm(level), state, verdict=verdict(Severity.WARN))
+    _, state = tx.update(of_norm(level), state, verdict=WARNED)
 
     @jax.jit
     def run(state, size):
@@ -160,8 +164,8 @@ def test_alarm_in_the_warm_up_holds_as_soon_as_there_is_a_level(rng):
     tx = stabil.spike_aware(warmup_steps=20)
     state = tx.init(jnp.ones(8))
     for step in range(21):
-        severity = Severity.WARN if step == 5 else Severity.OK
-        updates, state = tx.update(of_norm(0.5), state, verdict=verdict(severity))
+        said = WARNED if step == 5 else verdict()
+        updates, state = tx.update(of_norm(0.5), state, verdict=said)
         np.testing.assert_array_equal(updates, of_norm(0.5))
         assert not np.isnan(state.held_norm)
     np.testing.assert_allclose(state.held_norm, 0.5, rtol=1e-5)
@@ -173,7 +177,7 @@ def test_hold_of_no_steps_is_none(rng):
     tx = stabil.spike_aware(hold_steps=0)
     _, state = warm(tx, rng)
     g = of_norm(2 * jnp.exp(state.baseline.location[0]))
-    updates, _ = tx.update(g, state, verdict=verdict(Severity.WARN))
+    updates, _ = tx.update(g, state, verdict=WARNED)
     np.testing.assert_array_equal(updates, g)
 
 
