@@ -126,8 +126,8 @@ def spike_aware(
     spikes multiply; bounded influence after Huber, Robust Estimation of a Location
     Parameter, 1964. ZClip (arXiv:2504.02507) clips on a z-score too; we differ: (1) on
     the log of the norm, (2) with mean absolute deviation instead of the variance, (3)
-    with an end to every refusal, (4) statistics that no NaN can enter. The norm is held after an
-    alarm as AdaGC (arXiv:2502.11034) holds that of every tensor on all steps.
+    with an end to every refusal, (4) statistics that no NaN can enter. The norm is held
+    after an alarm as AdaGC (arXiv:2502.11034) holds that of every tensor on all steps.
     """
     _check.positive(
         "spike_aware", threshold=threshold, least_ratio=least_ratio, max_norm=max_norm
