@@ -3,12 +3,12 @@
     python benchmarks/session.py [--steps N] [--json]
 
 `host_us`: what `steps` and `end_step` cost the training thread on a step without an
-event, with the vitals of a guard over 12 leaves already on the host.
+event, with new vitals of a guard over 12 leaves, which the step has made.
 `event_us`: the same when every step is clipped and so makes a row in the log.
 `share_of_step`: `host_us` by the time of a bare step of a small model (12 matrices of
 width 256, batch 64) on this machine; the two run one after the other, so it is an upper
 bound wherever the device works by itself.
-`bytes_per_1000_steps`: growth of the host's memory, events off.
+`bytes_per_1000_steps`: growth of the host's memory once every window is full.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import optax
 import stabil
 
 WIDTH, LAYERS, BATCH = 256, 12, 64
+FILLED = 2500  # steps after which every window of the host half is full
 TX = stabil.guard(optax.adam(1e-4))
 
 
@@ -92,11 +93,11 @@ def host_us(vitals, steps):
 
 
 def bytes_per_1000_steps(vitals, steps):
-    with stabil.Session(tempfile.mkdtemp(), total_steps=steps + 500) as s:
+    with stabil.Session(tempfile.mkdtemp(), total_steps=steps + FILLED) as s:
         tracemalloc.start()
         for step, _ in s.steps(0, lambda i: i):
             s.end_step(0, again(vitals, np.int32(step + 1)))
-            if step == 499:
+            if step == FILLED - 1:
                 gc.collect()
                 before = tracemalloc.get_traced_memory()[0]
         gc.collect()

@@ -66,10 +66,11 @@ def guard(
     `stabil.detectors`, and a parameter leaf whose size leaps between two steps as no
     update makes it leap: memory that was overwritten.
     A spike of the gradient alone is not blocked, and clipped from four times the level
-    on; a leap in the warm-up, where there is no limit to clip to, is blocked. Blocks
-    for finite values end after `max_consecutive_steps`, when the new level is taken as
-    normal; blocks for non-finite values last as long as their cause: watch
-    `tally.blocked_in_a_row`.
+    on; a leap in the warm-up, where there is no limit to clip to, is blocked. A spike
+    of the loss that lasts, or comes with a large gradient, makes the default clip hold
+    norms down for a while, see `spike_aware`. Blocks for finite values end after
+    `max_consecutive_steps`, when the new level is taken as normal; blocks for
+    non-finite values last as long as their cause: watch `tally.blocked_in_a_row`.
     Quiet gradients pass unchanged.
 
     Place: outermost, around the whole chain, inside `optax.MultiSteps`. Does not: guard

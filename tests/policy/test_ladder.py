@@ -73,6 +73,10 @@ def test_clip_and_device_reset_are_recorded_and_nothing_more():
     actions = Ladder().decide(seen)
     assert [a.kind for a in actions] == ["clip", "reset"]
     assert actions[0].numbers["clip_factor"] == 0.25
+    assert "held down after an alarm" in actions[0].reason
+    spike = seen._replace(severity=1, causes=("gradient_spike",), first="grads")
+    told = Ladder().decide(spike)[0].reason
+    assert told == "the gradient was scaled by 0.25 (gradient_spike in grads)"
     assert actions[1].numbers == {"leaves": 3, "by": "device"}
 
 
