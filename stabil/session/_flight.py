@@ -60,7 +60,7 @@ def fetch(vitals: Vitals) -> Vitals:
     Of a quiet step a few values are wanted, which `number` reads one by one.
     """
     severity = np.asarray(vitals.verdict.severity)
-    if severity.ndim == 0 and severity <= Severity.OK:
+    if severity.ndim == 0 and severity.item() <= int(Severity.OK):
         return vitals
     return jax.tree.map(np.asarray, vitals)
 
@@ -77,7 +77,7 @@ def worst(vitals: Vitals) -> tuple[Vitals, int]:
     the mean of all. Vitals without a leading axis come back as they are, with -1.
     """
     severity = vitals.verdict.severity
-    if np.ndim(severity) == 0:
+    if severity.ndim == 0:
         return vitals, -1
     at = int(np.argmax(severity))
     one = jax.tree.map(lambda x: x[at], vitals)
@@ -89,7 +89,9 @@ def worst(vitals: Vitals) -> tuple[Vitals, int]:
     return one, at if severity[at] > Severity.OK else -1
 
 
-def to_observation(flown: InFlight, vitals: Vitals, resets_before: int) -> Observation:
+def to_observation(
+    flown: InFlight, vitals: Vitals, resets_before: int, can_roll_back: bool = False
+) -> Observation:
     """What the ladder needs of a step's vitals."""
     verdict, measures = vitals.verdict, vitals.measures
     severity, found = number(verdict.severity), number(verdict.flags)
@@ -104,6 +106,7 @@ def to_observation(flown: InFlight, vitals: Vitals, resets_before: int) -> Obser
         score=number(verdict.score),
         # The tally goes back with the state in a rollback, so a difference can be < 0.
         resets=max(0, number(vitals.tally.resets) - resets_before),
+        can_roll_back=can_roll_back,
         data_index=flown.data_index,
         batch_id=flown.batch_id,
         micro_batch=flown.micro_batch,

@@ -96,12 +96,11 @@ class Watch:
             flown = flown._replace(micro_batch=at_fault)
         if self._is_old(vitals):
             return None
-        seen = to_observation(flown, vitals, self._resets)
+        can_roll_back = self.rescue.keeper is not None
+        seen = to_observation(flown, vitals, self._resets, can_roll_back)
         self._resets = number(vitals.tally.resets)
         if state is not None:
-            is_kept &= self.rescue.keeper is not None
-            seen = self._damage(seen, state, is_kept)
-        seen = seen._replace(can_roll_back=self.rescue.keeper is not None)
+            seen = self._damage(seen, state, is_kept and can_roll_back)
         self._black_box.take(seen)
         costs = functools.partial(self.rescue.price, next_step=next_step)
         actions = self._policy.decide(self._shared(seen), costs)
