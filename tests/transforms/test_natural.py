@@ -4,12 +4,15 @@ import pathlib
 import sys
 
 import numpy as np
+import optax
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import natural  # noqa: E402
 import natural_model as model  # noqa: E402
 import natural_runs as runs  # noqa: E402
+
+import stabil  # noqa: E402
 
 
 def test_the_language_is_told_by_the_token_before():
@@ -62,3 +65,22 @@ def test_sensitivity_and_table():
     found = natural.table(rows)
     assert found["a"]["best"] and found["b"]["within_noise_of_best"]
     assert not found["c"]["within_noise_of_best"] and found["c"]["lost"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_held_norm_saves_runs_with_batches_of_one_token(monkeypatch):
+    """All five are lost without; nothing is planted in their gradients."""
+
+    def guarded(**clip):
+        def make(rate):
+            adamw = optax.adamw(rate, b2=runs.B2)
+            return stabil.guard(adamw, clip=stabil.spike_aware(**clip))
+
+        return make
+
+    both = {"held": guarded(), "never held": guarded(hold_steps=0)}
+    monkeypatch.setattr(runs, "methods", lambda: both)
+    pairs = [(2.5e-2, seed) for seed in range(5)]
+    assert np.all(runs.play("held", "repeats", pairs).final < 1.4)
+    assert np.sum(runs.play("never held", "repeats", pairs).final > 3) >= 3
