@@ -50,7 +50,7 @@ def test_values_are_read_one_step_late_and_the_last_at_the_end(tmp_path, monkeyp
     session = Session(tmp_path / "run", total_steps=6)
 
     def spy(tree):
-        reads.append((int(session._turns.step) - 1, int(get(tree.tally.resets))))
+        reads.append((int(session._turns.step) - 1, int(tree.tally.resets)))
         return get(tree)
 
     monkeypatch.setattr(_watch, "fetch", spy)
