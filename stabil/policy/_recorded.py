@@ -7,7 +7,7 @@ import math
 from stabil.policy._words import BLOCK, OK, Action, Observation
 
 # What clips a step that no detector finds fault with.
-_HELD = "no spike: a limit for all norms, or they are held down after an alarm"
+_NO_CAUSE = "no spike: a limit for all norms, or they are held down after an alarm"
 
 
 def where(seen: Observation) -> str:
@@ -26,7 +26,7 @@ def recorded(seen: Observation) -> list[Action]:
         actions.append(Action("skip", text, numbers))
     elif not math.isnan(seen.clip_factor) and seen.clip_factor < 1:
         numbers["clip_factor"] = seen.clip_factor
-        why = where(seen) or f" ({_HELD})"
+        why = where(seen) or f" ({_NO_CAUSE})"
         text = f"the gradient was scaled by {seen.clip_factor:.3g}{why}"
         actions.append(Action("clip", text, numbers))
     elif seen.severity > OK:

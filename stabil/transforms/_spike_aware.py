@@ -176,10 +176,10 @@ def spike_aware(
         held = held_steps > 0
         was_held = (state.held_steps > 0) & jnp.isfinite(state.held_norm)
         usual = jnp.where(was_held, state.held_norm, level)
-        most = _HELD_RISE * usual
-        far = jnp.where(held, most, jnp.maximum(edge, large))
-        limit = jnp.where(norm > far, jnp.where(held, most, edge), jnp.inf)
-        limit = jnp.minimum(limit, max_norm)
+        held_limit = _HELD_RISE * usual
+        far = jnp.where(held, held_limit, jnp.maximum(edge, large))
+        down_to = jnp.where(held, held_limit, edge)
+        limit = jnp.minimum(jnp.where(norm > far, down_to, jnp.inf), max_norm)
         over = finite & (norm > limit)
         factor = jnp.where(over, limit / jnp.where(over, norm, 1.0), 1.0)
         # Entries are bounded by LARGEST then, which bounds the norm as well.
