@@ -12,8 +12,9 @@ with that of the clean run. Faults are drawn in `campaign_faults.py`.
 
 `finished_share`, `within_1_percent_share`: of all trials, fault-free ones included.
 `nonfinite_params`: trials whose parameters are not finite at the end.
-`poisoned_healthy_checkpoints`: checkpoints tagged healthy whose held-out loss is not
-within 10 % of the clean run's at that step, or that hold a NaN.
+`poisoned_healthy_checkpoints`: checkpoints tagged healthy that hold a NaN, or whose
+held-out loss is not within 10 % of the clean run's as many steps before as the fault
+struck: what a run has that refuses every struck step and nothing else.
 `culprit_named_share`: of the faults that struck arrays and made AdamW alone end more
 than 1 % off: whether the first alarm came while the fault struck (lasting damage:
 within 10 steps) and named the module.
@@ -113,7 +114,7 @@ class Campaign:
             shutil.rmtree(folder, ignore_errors=True)
         others = {n: self._run(n, trial) for n in self._loops} if trial.fault else {}
         clean = self._clean_run(trial.seed)
-        row = scores.score(trial, seen, clean, others, runs.SAVE_EVERY)
+        row = scores.score(trial, seen, clean, others, runs.LEVEL_EVERY)
         return row | {"seconds": round(time.perf_counter() - began, 2)}
 
     def _run(self, name: str, trial: faults.Trial) -> dict[str, Any]:

@@ -20,7 +20,8 @@ import stabil
 from stabil.cli import _demo_data, _demo_model
 from stabil.testing import inject
 
-SAVE_EVERY = 40  # steps between checkpoints, and between the clean run's evaluations
+SAVE_EVERY = 40  # steps between checkpoints
+LEVEL_EVERY = 8  # steps between evaluations of the clean run
 HELD_OUT = 64  # batches
 
 
@@ -157,8 +158,8 @@ def loop(setting: Setting, tx: Any) -> Callable[..., Any]:
     """A whole run with the optimizer `tx`: `(params, tokens, dial) -> result`.
 
     The result holds `loss`, the held-out loss at the end; `sound`, whether all
-    parameters are finite then; `levels`, the held-out loss at every `SAVE_EVERY` steps,
-    NaN but for the last in a run with a fault, where nobody asks.
+    parameters are finite then; `levels`, the held-out loss at every `LEVEL_EVERY`
+    steps, NaN but for the last in a run with a fault, where nobody asks.
     """
     tx = optax.with_extra_args_support(tx)
     model = setting.model
@@ -180,7 +181,7 @@ def loop(setting: Setting, tx: Any) -> Callable[..., Any]:
     @jax.jit
     def run(params: Any, tokens: jax.Array, dial: Any) -> dict[str, jax.Array]:
         steps = (jnp.arange(setting.steps, dtype=jnp.int32), tokens)
-        steps = jax.tree.map(lambda x: x.reshape(-1, SAVE_EVERY, *x.shape[1:]), steps)
+        steps = jax.tree.map(lambda x: x.reshape(-1, LEVEL_EVERY, *x.shape[1:]), steps)
         carry, levels = jax.lax.scan(chunk, (params, tx.init(params), dial), steps)
         return {"loss": levels[-1], "sound": all_finite(carry[0]), "levels": levels}
 

@@ -20,7 +20,7 @@ def score(
     seen: Protected,
     clean: dict[str, Any],
     others: dict[str, dict[str, Any]],
-    save_every: int,
+    level_every: int,
 ) -> dict[str, Any]:
     """The row of one trial, ready for JSON.
 
@@ -29,7 +29,7 @@ def score(
       seen: the protected run.
       clean: loss and levels of the clean run of the same seed.
       others: loss and soundness of the runs with a single measure.
-      save_every: steps between the clean run's levels.
+      level_every: steps between the clean run's levels.
     """
     begin = trial.fault.step if trial.fault else math.inf
     alarms = [e for e in seen.events if e.severity != "ok" and e.data_index is not None]
@@ -37,10 +37,11 @@ def score(
     early = [e for e in alarms if e.data_index < begin]
     rows = {name: _ending(run, clean["loss"]) for name, run in others.items()}
     harmed = any(not rows[n]["within"] for n in ("unprotected",) if n in rows)
+    lost = trial.fault.duration if trial.fault else 0
     poisoned = [
         step
         for step, loss in seen.healthy.items()
-        if not loss <= (1 + POISON) * _level(clean, step, save_every)
+        if not loss <= (1 + POISON) * _level(clean, step - lost, level_every)
     ]
     has_culprit = trial.fault is not None and harmed
     return {

@@ -50,6 +50,7 @@ class Findings(NamedTuple):
     bad_gradients: jax.Array
     bad_moments: jax.Array
     bad_rows: jax.Array
+    loss_leap: jax.Array
     loss_spike: jax.Array
     loss_lasts: jax.Array
     norm_spike: jax.Array
@@ -122,7 +123,13 @@ def severity(f: Findings) -> jax.Array:
     """The `Severity` of the findings, int32 scalar."""
     spike = f.loss_spike | f.norm_spike | jnp.any(f.leaf_spikes)
     jump = jnp.any(f.row_jumps)
-    block = f.nonfinite | jnp.any(f.wild_moments) | (jump & spike) | f.norm_leap
+    block = (
+        f.nonfinite
+        | jnp.any(f.wild_moments)
+        | (jump & spike)
+        | f.norm_leap
+        | f.loss_leap
+    )
     block |= jnp.any(f.row_jumps & f.row_limits)
     warn = f.loss_lasts | f.risen | f.drifts[0] | f.overflow | f.outsider.lasting
     warn |= jnp.any(f.row_limits | f.slopes.collapsed)

@@ -5,7 +5,7 @@ leaf's moments and of the update in one, four numbers of each row of the reading
 another, all on their logarithm. The loss has a judge of its own.
 
 Severity by rule:
-  BLOCK  something is not finite; an activation jumps, and by that passes 100 times its
+  BLOCK  something is not finite; the loss leaps (`_loss.py`); an activation jumps, and by that passes 100 times its
          level at the end of the warm-up, or does so while loss or gradient spike; the
          moments of one leaf leap out of line with all others (they are damaged); in
          the warm-up, from the fourth step on, the gradient norm or an activation leaps
@@ -18,7 +18,8 @@ Severity by rule:
   WATCH  a single spike of the loss, of the gradient, of the update or of an activation,
          a heavier tail, a lower rank, a value that leaves a number format, a layer that
          begins to depart, a drift of the gradient norm or of the update
-Every finite BLOCK ends by itself: after `max_consecutive_steps` the level is re-learnt.
+Every finite BLOCK ends by itself: after `max_consecutive_steps` the level is re-learnt,
+after `max_loss_steps` a loss that stays high lets its steps pass.
 What is slow is one event: it is told on one step, and is then the level.
 """
 
@@ -75,6 +76,7 @@ def _log(x: jax.Array) -> jax.Array:
         "threshold",
         "warmup_steps",
         "max_consecutive_steps",
+        "max_loss_steps",
         "groups",
         "names",
     ),
@@ -86,6 +88,7 @@ def judge(
     threshold: float,
     warmup_steps: int,
     max_consecutive_steps: int,
+    max_loss_steps: int = 16,
     rows_fingerprint: jax.Array,
     groups: tuple[int, ...] = (),
     names: int = 0,
@@ -100,6 +103,7 @@ def judge(
         norm is a spike.
       warmup_steps: steps during which only finiteness and huge leaps judge.
       max_consecutive_steps: outliers in a row before a level is re-learnt.
+      max_loss_steps: steps in a row that a leap of the loss blocks.
       rows_fingerprint: uint32 scalar that names the rows of the readings.
       groups: one number for each of `G + R` gradient leaves and rows, static; those
         with the same number are siblings. Empty where there are none.
@@ -134,6 +138,7 @@ def judge(
         norm_given=d.usable[0],
         threshold=threshold,
         warmup_steps=warmup_steps,
+        max_leaps=max_loss_steps,
     )
     past, too_high = jnp.zeros(x.shape, bool), jnp.zeros([], bool)
     if limits is not None:
@@ -167,6 +172,7 @@ def judge(
         bad_gradients=jnp.isnan(e.gradient_sums),
         bad_moments=e.bad_moments,
         bad_rows=e.rows.nonfinite,
+        loss_leap=spoken.leap,
         loss_spike=spoken.spike | too_high,
         loss_lasts=(spoken.severity >= int(Severity.WARN)) | too_high,
         row_jumps=rows.jumps,

@@ -2,6 +2,9 @@
 
 The loss is judged on its logarithm, and from the first negative loss on as it is.
 Severity by rule:
+  BLOCK  a WARN whose loss stands 1.2 times above its level or jumps in the warm-up; 2.5
+         times the level and ten deviations. Bounded: a lasting change of the data looks
+         the same
   WARN   the loss rises and stays (the sum of min(z, 6) - 2 over its steps, which a step
          below the level sets to 0, reaches 9) by 5 % or more; or it stays for two steps
          at 2.5 times its level, or at 1.5 times with a spike of the gradient norm; or
@@ -36,6 +39,11 @@ _HUGE_JUMP = math.log(2.5)
 _HUGE_SCORE = 20.0
 _EARLY_VALUES = 8
 _RETURN = 3.0
+_LEAST_LEAP = math.log(1.2)
+_LEAP_SCORE = 10.0
+# At most so many steps are refused of about 1,000, or data that come back again and
+# again would never be learnt.
+_MOST_REFUSED, _REFUSED_DECAY = 32.0, 0.999
 
 
 class LossState(NamedTuple):
@@ -52,6 +60,7 @@ class LossState(NamedTuple):
       lowest: float32 scalar, smallest value of the warm-up.
       distinct: int32 scalar, values of the warm-up that differ from the one before.
       waited: int32 scalar, steps since a loss was given.
+      refused: float32 scalar, leaps of about the last 1,000 losses.
     """
 
     level: LevelState
@@ -64,6 +73,7 @@ class LossState(NamedTuple):
     lowest: jax.Array
     distinct: jax.Array
     waited: jax.Array
+    refused: jax.Array
 
     @classmethod
     def empty(cls) -> LossState:
@@ -79,6 +89,7 @@ class LossState(NamedTuple):
             lowest=jnp.full([], jnp.inf, jnp.float32),
             distinct=jnp.zeros([], jnp.int32),
             waited=jnp.zeros([], jnp.int32),
+            refused=jnp.zeros([], jnp.float32),
         )
 
 
@@ -90,12 +101,14 @@ class LossFinding(NamedTuple):
       score: float32 scalar, robust standard deviations above the level.
       spike: bool scalar, whether the loss is out of line.
       shifted: bool scalar, whether a higher level was accepted as normal.
+      leap: bool scalar, whether the loss stands so high that the step is to be refused.
     """
 
     severity: jax.Array
     score: jax.Array
     spike: jax.Array
     shifted: jax.Array
+    leap: jax.Array
 
 
 def judge_loss(
@@ -108,6 +121,7 @@ def judge_loss(
     threshold: float = 6.0,
     warmup_steps: int = 20,
     longest_steps: int = 200,
+    max_leaps: int = 16,
 ) -> tuple[LossState, LossFinding]:
     """Judges a loss, float32 scalar; one that is not finite changes nothing.
 
@@ -122,6 +136,7 @@ def judge_loss(
       threshold: deviations beyond which the loss is out of line.
       warmup_steps: losses to see before more than a blow-up is judged.
       longest_steps: steps after which a high loss is taken as normal.
+      max_leaps: leaps in a row, after which the next is none; 0 for none at all.
     """
     finite = jnp.isfinite(loss)
     state = _turn_linear(state, finite & (loss < 0))
@@ -145,11 +160,13 @@ def judge_loss(
     )
     early, warmed = _warm(state, x, unit)
     new = jax.tree.map(lambda a, b: jnp.where(height.armed, a, b), new, warmed)
-    new = new._replace(level=level, loss=loss)
-    kept = jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, state)
-
     high = (height.score > threshold) | (level.excursion > 0) & height.armed
     warn = jnp.where(height.armed, warn, early & usable)
+    leap = _leaps(state, height, level, unit, warn, max_leaps)
+    refused = _REFUSED_DECAY * state.refused + leap.astype(jnp.float32)
+    new = new._replace(level=level, loss=loss, refused=refused)
+    kept = jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, state)
+
     severity = jnp.where(high, jnp.int32(Severity.WATCH), jnp.int32(Severity.OK))
     severity = jnp.where(warn, jnp.int32(Severity.WARN), severity)
     finding = LossFinding(
@@ -157,8 +174,27 @@ def judge_loss(
         score=height.score,
         spike=severity > int(Severity.OK),
         shifted=height.accepted,
+        leap=leap,
     )
     return kept, finding
+
+
+def _leaps(
+    state: LossState,
+    height: Height,
+    level: LevelState,
+    unit: jax.Array,
+    warn: jax.Array,
+    max_leaps: int,
+) -> jax.Array:
+    """Whether a loss is so far out of line that its step had better not be taken."""
+    jump = height.jump / unit
+    leap = warn & (jump > _LEAST_LEAP)
+    leap |= (height.score > _LEAP_SCORE) & (jump > _HUGE_JUMP)
+    leap &= (level.excursion > 0) & (level.excursion <= max_leaps)
+    # The warm-up, which ends by itself.
+    leap = jnp.where(height.armed, leap, warn & (max_leaps > 0))
+    return leap & (state.refused < _MOST_REFUSED)
 
 
 def _weigh(

@@ -21,7 +21,15 @@ from stabil.transforms._parameter_watch import (
 )
 from stabil.transforms._selective import selective_update
 from stabil.transforms._spike_aware import count, spike_aware
-from stabil.vocabulary import Controls, Measures, Readings, Severity, Tally, Verdict
+from stabil.vocabulary import (
+    Cause,
+    Controls,
+    Measures,
+    Readings,
+    Severity,
+    Tally,
+    Verdict,
+)
 
 
 class GuardState(NamedTuple):
@@ -54,6 +62,7 @@ def guard(
     threshold: float = 6.0,
     warmup_steps: int = 20,
     max_consecutive_steps: int = 5,
+    max_loss_steps: int = 16,
     max_readings: int = 256,
     shadow: Sequence[float] = (4.0, 8.0, 12.0),
     calibration: Any = None,
@@ -66,12 +75,14 @@ def guard(
     `stabil.detectors`, and a parameter leaf whose size leaps between two steps as no
     update makes it leap: memory that was overwritten.
     A spike of the gradient alone is not blocked, and clipped from four times the level
-    on; a leap in the warm-up, where there is no limit to clip to, is blocked. A spike
-    of the loss that lasts, or comes with a large gradient, makes the default clip hold
-    norms down for a while, see `spike_aware`. Blocks for finite values end after
-    `max_consecutive_steps`, when the new level is taken as normal; blocks for
-    non-finite values last as long as their cause: watch `tally.blocked_in_a_row`.
-    Quiet gradients pass unchanged.
+    on; a leap in the warm-up, where there is no limit to clip to, is blocked. A loss
+    that leaps (2.5 times its level and ten deviations, or 1.2 times on a step that is
+    a WARN) is blocked for at most `max_loss_steps` in a row and about 32 steps of 1,000:
+    bad batches end by then, new data go on. A spike of the loss that lasts, is blocked
+    or comes with a large gradient makes the default clip hold norms down for a while,
+    see `spike_aware`. Other blocks for finite values end after `max_consecutive_steps`,
+    when the new level is taken as normal; blocks for non-finite values last as long as
+    their cause: watch `tally.blocked_in_a_row`. Quiet gradients pass unchanged.
 
     Place: outermost, around the whole chain, inside `optax.MultiSteps`. Does not: guard
     state outside the optimizer, such as batch statistics; select it yourself with
@@ -99,6 +110,8 @@ def guard(
       warmup_steps: steps during which only finiteness, leaps to a hundred times the
         level so far and sizes of parameters judge; >= 1.
       max_consecutive_steps: finite refusals in a row before the level is re-learnt.
+      max_loss_steps: refusals in a row for a loss that stays high; 0 never refuses a
+        step for a finite loss.
       max_readings: rows of `readings` to make room for in the state; >= 0.
       shadow: other thresholds, in robust standard deviations, that are only counted:
         `stabil.vitals(opt_state).shadow` says how often each would have fired.
@@ -136,7 +149,9 @@ def guard(
         warmup_steps=warmup_steps,
         max_consecutive_steps=max_consecutive_steps,
     )
-    _check.at_least("guard", 0, max_readings=max_readings)
+    _check.at_least(
+        "guard", 0, max_readings=max_readings, max_loss_steps=max_loss_steps
+    )
     others = _check.thresholds("guard", shadow)
     ranges = read_ranges(calibration)
     if isinstance(clip, str) and clip == "spike_aware":
@@ -189,6 +204,7 @@ def guard(
             threshold=threshold,
             warmup_steps=warmup_steps,
             max_consecutive_steps=max_consecutive_steps,
+            max_loss_steps=max_loss_steps,
             groups=_evidence.sibling_groups(grads, readings, max_readings),
             names=0 if readings is None else len(readings.names),
             limits=limits_for(
@@ -207,9 +223,10 @@ def guard(
         inward = None if controls is None else _controlled.inward(controls)
         passed = dict(extra, loss=loss, readings=readings, controls=inward)
         passed = {k: v for k, v in passed.items() if v is not None}
+        told = _with_missed(state.verdict, found.verdict)
         # The clip takes the same norms again; XLA computes them once.
         clipped, clip_state = clip.update(
-            grads, state.clip_state, params, verdict=found.verdict, **passed
+            grads, state.clip_state, params, verdict=told, **passed
         )
         refused = restart_moments(
             state.inner_state, grads, restart, sums / _tree.sizes(grads)
@@ -253,6 +270,17 @@ def guard(
         return _tree.zeros_unless(proceed, updates), new
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_missed(before: Verdict, now: Verdict) -> Verdict:
+    """What the clip is told: its state misses refused steps, so it hears of a leap of
+    the loss on the step after.
+    """
+    leapt = (before.flags & int(Cause.LOSS_SPIKE)) != 0
+    missed = leapt & (before.severity >= int(Severity.BLOCK))
+    flags = now.flags | jnp.where(missed, jnp.int32(Cause.LOSS_SPIKE), jnp.int32(0))
+    least = jnp.where(missed, jnp.int32(Severity.WARN), now.severity)
+    return now._replace(flags=flags, severity=jnp.maximum(now.severity, least))
 
 
 def _clip_factor(clip_state: Any) -> jax.Array:
