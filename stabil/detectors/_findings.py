@@ -123,13 +123,8 @@ def severity(f: Findings) -> jax.Array:
     """The `Severity` of the findings, int32 scalar."""
     spike = f.loss_spike | f.norm_spike | jnp.any(f.leaf_spikes)
     jump = jnp.any(f.row_jumps)
-    block = (
-        f.nonfinite
-        | jnp.any(f.wild_moments)
-        | (jump & spike)
-        | f.norm_leap
-        | f.loss_leap
-    )
+    block = f.nonfinite | jnp.any(f.wild_moments) | (jump & spike)
+    block |= f.norm_leap | f.loss_leap
     block |= jnp.any(f.row_jumps & f.row_limits)
     warn = f.loss_lasts | f.risen | f.drifts[0] | f.overflow | f.outsider.lasting
     warn |= jnp.any(f.row_limits | f.slopes.collapsed)

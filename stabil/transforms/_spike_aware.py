@@ -75,12 +75,13 @@ def spike_aware(
     Quiet gradients pass unchanged.
 
     An alarm is a spike of the loss that the `stabil.guard` around it calls a WARN, or
-    one on a step whose norm is `least_ratio` times its level. What the batches ask for
-    has changed then, and Adam's second moment remembers the time before. h is the mean
-    of the norms that were let through since, with a decay of 0.95 from exp(m) on: it
-    falls with the norms, and rises by at most 0.5 % a step. So runs that meet bursts of
-    bad batches or a change of the data end lower (`docs/methods.md`). In 154,000 steps
-    of eight public GPT-2 runs one is an alarm.
+    refuses, or whose step has a norm of `least_ratio` times its level. What the batches
+    ask for has then changed, or the run is near an edge, and Adam's second moment
+    remembers the time before. h is the mean of the norms that were let through since,
+    with a decay of 0.95 from exp(m) on: it falls with the norms, and rises by at most
+    0.5 % a step. So runs that meet bursts of bad batches or a change of the data end
+    lower (`docs/methods.md`). In 154,000 steps of eight public GPT-2 runs one is an
+    alarm.
 
     Place: first in `optax.chain`, or `clip=` of `stabil.guard`. Does not: stop the
     momentum or the weight decay of the optimizer after it on a step that it zeroes;

@@ -13,8 +13,8 @@ from stabil.detectors import LevelState, LossState, follow, judge_loss
 STEPS = 900
 
 
-def play(losses, norm_scores, longest, every=1, norm_given=True):
-    """Severities and scores `[steps]` of one stream."""
+def play(losses, norm_scores, longest, every=1, norm_given=True, max_leaps=16):
+    """Severities, scores and leaps `[steps]` of one stream."""
 
     def step(state, row):
         loss, norm = row
@@ -25,13 +25,16 @@ def play(losses, norm_scores, longest, every=1, norm_given=True):
             steps=every,
             norm_given=norm_given,
             longest_steps=longest,
+            max_leaps=max_leaps,
         )
-        return state, (found.severity, found.score, found.shifted)
+        said = (found.severity, found.score, found.shifted, found.leap)
+        return state, said
 
     return jax.lax.scan(step, LossState.empty(), (losses, norm_scores))
 
 
 play_all = jax.jit(jax.vmap(play, in_axes=(0, 0, None, None, None)), static_argnums=2)
+WARM_UP = 20
 
 
 def reference(losses, norm_scores, longest, every=1, norm_given=True):
@@ -76,7 +79,7 @@ def test_equals_the_judge_of_rows(rng, longest, every, norm_given):
     losses = streams(rng)
     norms = np.where(rng.random(losses.shape) < 0.1, 8.0, 0.0).astype(np.float32)
     rest = (longest, every, norm_given)
-    state, (severity, score, shifted) = play_all(losses, norms, *rest)
+    state, (severity, score, shifted, _) = play_all(losses, norms, *rest)
     for i in range(len(losses)):
         expected = reference(losses[i], norms[i], *rest)
         np.testing.assert_array_equal(severity[i], expected[:, 0], err_msg=str(i))
@@ -91,12 +94,35 @@ def test_equals_the_judge_of_rows(rng, longest, every, norm_given):
     assert every > 1 or np.all(severity[11] < 2)
 
 
+@pytest.mark.parametrize("max_leaps", [0, 5, 16])
+def test_leaps_are_warnings_or_huge_and_have_an_end(rng, max_leaps):
+    losses = streams(rng)
+    norms = np.zeros_like(losses)
+
+    @jax.jit
+    @jax.vmap
+    def run(losses, norms):
+        return play(losses, norms, 200, max_leaps=max_leaps)[1]
+
+    severity, score, _, leap = map(np.asarray, run(losses, norms))
+    assert np.all((severity[leap] == 2) | (score[leap] > 10))
+    assert np.any(leap) == (max_leaps > 0)
+    for row in leap[:, WARM_UP:]:
+        ends = np.flatnonzero(np.diff(row.astype(int), prepend=0, append=0))
+        assert np.all(np.diff(ends)[::2] <= max_leaps)
+    # Rises by less than a fifth, noise and alternation are none.
+    assert not np.any(leap[[0, 5, 6, 11]])
+    if max_leaps:
+        assert np.all(leap[4, 3:12]), "a blow-up in the warm-up"
+        assert leap[9, 400::50].all()
+
+
 def test_nonfinite_changes_nothing(rng):
     losses = streams(rng)[:, 3:]
     zeros = np.zeros((len(losses), STEPS), np.float32)
     bad = np.broadcast_to(np.array([np.nan, np.inf, -np.inf], np.float32), (12, 3))
     before, _ = play_all(np.concatenate([bad, losses], 1), zeros, 200, 1, True)
-    after, (severity, _, _) = play_all(
+    after, (severity, *_) = play_all(
         np.concatenate([losses, bad], 1), zeros, 200, 1, True
     )
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -146,16 +172,17 @@ def test_any_finite_past_is_overcome(seed, level):
     past = np.exp(rng.normal(size=(12, 600)) * rng.integers(0, 8, size=(12, 1)))
     health = np.exp(level + 0.02 * rng.normal(size=(12, 300)))
     losses = np.concatenate([past, health], axis=1).astype(np.float32)
-    _, (severity, score, _) = play_all(losses, np.zeros_like(losses), 5, 1, True)
+    _, (severity, score, _, leap) = play_all(losses, np.zeros_like(losses), 5, 1, True)
     assert np.all(np.isfinite(score))
-    assert not np.any(severity[:, 880:])
+    assert not np.any(severity[:, 880:]) and not np.any(leap[:, 880:])
+    assert np.all(leap.sum(axis=1) <= 45)
 
 
 @given(st.floats(-1e30, 1e30, allow_subnormal=False))
 @settings(max_examples=20, deadline=None)
 def test_constants_never_alarm(value):
     losses = np.full((12, STEPS), value, np.float32)
-    _, (severity, _, _) = play_all(losses, np.zeros_like(losses), 200, 1, True)
+    _, (severity, *_) = play_all(losses, np.zeros_like(losses), 200, 1, True)
     assert not np.any(severity)
 
 

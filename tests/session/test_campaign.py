@@ -97,7 +97,8 @@ def event(data_index, layer, action="skip"):
     return Event(action=action, data_index=data_index, layer=layer, severity="block")
 
 
-CLEAN = {"loss": 1.0, "levels": [3.0, 2.0, 1.0]}
+# At every 8 steps: 3 until step 64, 2 until 104, then 1.
+CLEAN = {"loss": 1.0, "levels": [3.0] * 8 + [2.0] * 5 + [1.0] * 12}
 RUINED = {"unprotected": {"loss": float("nan"), "sound": False}}
 
 
@@ -114,17 +115,17 @@ RUINED = {"unprotected": {"loss": float("nan"), "sound": False}}
     ],
 )
 def test_the_first_alarm_must_name_step_and_module(planted, named, at, right):
-    row = scores.score(planted, seen(event(at, named)), CLEAN, RUINED, 40)
+    row = scores.score(planted, seen(event(at, named)), CLEAN, RUINED, 8)
     assert (row["named_rightly"], row["has_culprit"]) == (right, True)
     assert row["steps_to_detect"] == at - 10 and not row["false_interventions"]
 
 
 def test_what_comes_before_a_fault_is_false():
     events = [event(3, "loss"), event(4, "loss", "clip"), event(10, "grads/a/kernel")]
-    row = scores.score(trial(), seen(*events), CLEAN, RUINED, 40)
+    row = scores.score(trial(), seen(*events), CLEAN, RUINED, 8)
     assert (row["false_interventions"], row["false_clips"]) == (1, 1)
     bare = faults.Trial(0, 0, "none", None)
-    row = scores.score(bare, seen(*events), CLEAN, {}, 40)
+    row = scores.score(bare, seen(*events), CLEAN, {}, 8)
     assert row["false_interventions"] == 2 and not row["has_culprit"]
 
 
@@ -139,9 +140,16 @@ def test_what_comes_before_a_fault_is_false():
     ids=["held", "off", "nan", "unsound"],
 )
 def test_endings_and_poisoned_checkpoints(fields, within, poisoned):
-    row = scores.score(trial(), seen(**fields), CLEAN, RUINED, 40)
+    row = scores.score(trial(), seen(**fields), CLEAN, RUINED, 8)
     assert (row["within"], row["poisoned_healthy"]) == (within, poisoned)
     summary = scores.summarize([row])
     assert summary["within_1_percent_share"] == float(within)
     assert summary["nonfinite_params_of"] == {"unprotected": 1}
     json.dumps(scores.by_kind([row]), allow_nan=False)
+
+
+def test_a_checkpoint_may_be_behind_by_the_steps_that_the_fault_struck():
+    struck = trial("batch", "", step=50, duration=12)
+    for loss, poisoned in ((3.2, []), (3.4, [80])):
+        row = scores.score(struck, seen(healthy={80: loss}), CLEAN, RUINED, 8)
+        assert row["poisoned_healthy"] == poisoned

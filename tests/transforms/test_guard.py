@@ -106,7 +106,7 @@ def test_one_nonfinite_step_costs_exactly_that_step(edit, cause):
 
 def test_second_spike_is_seen_after_the_first():
     def edit(grads, losses):
-        for at, ratio, rise in ((EVENT, 100, 5), (EVENT + 30, 30, 2)):
+        for at, ratio, rise in ((EVENT, 100, 2), (EVENT + 30, 30, 2)):
             grads[at] *= ratio
             losses[at] += rise
 
@@ -120,6 +120,62 @@ def test_second_spike_is_seen_after_the_first():
     # The loss rose as well, so that the largest of usual norms are held down from then.
     usual = np.delete(np.asarray(factor), (EVENT, EVENT + 30), axis=1)
     assert np.all(usual > 0.5) and np.all(tally.clipped_steps > 2)
+
+
+LEAPS = {  # rise of the loss over 2.7, where; steps that are blocked
+    "a burst": (6.0, slice(EVENT, EVENT + 8), range(EVENT, EVENT + 8)),
+    "lower, so that it takes a WARN": (
+        1.5,
+        slice(EVENT, EVENT + 8),
+        range(EVENT + 2, EVENT + 8),
+    ),
+    "one hard batch": (1.5, slice(EVENT, EVENT + 1), ()),
+    "new data": (6.0, slice(EVENT, None), range(EVENT, EVENT + 16)),
+    "a rise by a tenth": (0.3, slice(EVENT, None), ()),
+}
+
+
+@pytest.mark.parametrize("leap", LEAPS)
+def test_a_loss_that_leaps_is_refused_for_a_while(leap):
+    rise, where, blocked = LEAPS[leap]
+
+    def edit(grads, losses):
+        losses[where] += rise
+
+    _, tally, (verdict, _, _) = run(edit)
+    for flags, severity in zip(verdict.flags, verdict.severity, strict=True):
+        found = np.flatnonzero(severity == Severity.BLOCK)
+        np.testing.assert_array_equal(found, list(blocked))
+        assert np.all(flags[found] & int(Cause.LOSS_SPIKE))
+
+
+def test_batches_that_leap_again_and_again_are_learnt_in_the_end():
+    def edit(grads, losses):
+        losses[EVENT::10] += 6
+
+    _, tally, (verdict, _, _) = run(edit)
+    blocked = verdict.severity == Severity.BLOCK
+    assert np.all(blocked[:, EVENT : EVENT + 300 : 10])
+    assert np.all(blocked[:, EVENT + 350 :: 10].sum(axis=1) < 12)
+    assert np.all(tally.blocked_steps < 50)
+
+
+def test_the_clip_holds_norms_down_after_a_refused_leap():
+    grads, losses = streams(0)
+    losses[EVENT : EVENT + 3] += 6
+    tx = stabil.guard(optax.sgd(1e-3))
+
+    @jax.jit
+    def play(state, rows):
+        def step(state, row):
+            _, state = tx.update(row[0], state, loss=row[1])
+            return state, state.clip_state.held_steps
+
+        return jax.lax.scan(step, state, rows)[1]
+
+    held = play(tx.init(jnp.zeros(256)), (grads, losses))
+    assert np.all(held[: EVENT + 3] == 0)
+    np.testing.assert_array_equal(held[EVENT + 3 :][:4], [999, 998, 997, 996])
 
 
 @pytest.mark.parametrize("ratio", [10, 60])
@@ -312,7 +368,7 @@ def test_garbage_in_a_moment_is_blocked_reset_and_named():
 
 
 def test_activation_jump_with_a_loss_spike_blocks_and_names_the_row():
-    tx = stabil.guard(optax.sgd(1e-2), max_readings=4)
+    tx = stabil.guard(optax.sgd(1e-2), max_readings=4, max_loss_steps=0)
     params = jnp.ones(3)
     names = ("block_0", "block_1", "block_2")
 
