@@ -2,9 +2,9 @@
 
 The loss is judged on its logarithm, and from the first negative loss on as it is.
 Severity by rule:
-  BLOCK  a WARN whose loss stands 1.2 times above its level or jumps in the warm-up; 2.5
-         times the level and ten deviations. Bounded: a lasting change of the data looks
-         the same
+  BLOCK  1.2 times the level on a WARN, or by eight deviations for the second time in a
+         row; 2.5 times the level and ten deviations; a WARN of the warm-up. Bounded: a
+         lasting change of the data looks the same
   WARN   the loss rises and stays (the sum of min(z, 6) - 2 over its steps, which a step
          below the level sets to 0, reaches 9) by 5 % or more; or it stays for two steps
          at 2.5 times its level, or at 1.5 times with a spike of the gradient norm; or
@@ -40,7 +40,7 @@ _HUGE_SCORE = 20.0
 _EARLY_VALUES = 8
 _RETURN = 3.0
 _LEAST_LEAP = math.log(1.2)
-_LEAP_SCORE = 10.0
+_LEAP_SCORE, _SECOND_SCORE = 10.0, 8.0
 # At most so many steps are refused of about 1,000, or data that come back again and
 # again would never be learnt.
 _MOST_REFUSED, _REFUSED_DECAY = 32.0, 0.999
@@ -189,7 +189,8 @@ def _leaps(
 ) -> jax.Array:
     """Whether a loss is so far out of line that its step had better not be taken."""
     jump = height.jump / unit
-    leap = warn & (jump > _LEAST_LEAP)
+    again = (state.level.excursion > 0) & (height.score > _SECOND_SCORE)
+    leap = (warn | again) & (jump > _LEAST_LEAP)
     leap |= (height.score > _LEAP_SCORE) & (jump > _HUGE_JUMP)
     leap &= (level.excursion > 0) & (level.excursion <= max_leaps)
     # The warm-up, which ends by itself.
