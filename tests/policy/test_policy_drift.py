@@ -74,6 +74,15 @@ def test_a_loss_that_jumps_and_comes_back_does_not_drift(rng):
     assert not any(flags)
 
 
+@pytest.mark.parametrize("low", [0.0, -1e3, -1e30])
+@pytest.mark.parametrize("where", [slice(12, 20), slice(80, 81)])
+def test_losses_that_are_wildly_low_are_no_rise_when_they_are_over(rng, where, low):
+    losses = 1.5 + 2 * np.exp(-np.arange(400) / 60) + 0.1 * rng.normal(size=400)
+    assert decide(Ladder(), losses) == []
+    losses[where] = low
+    assert decide(Ladder(), losses) == []
+
+
 def test_a_rise_that_lasts_becomes_the_level():
     level = LossLevel()
     rng = np.random.default_rng(0)
