@@ -24,8 +24,9 @@ class Drift:
     absolute difference of successive ones divided by 1.128. Means, because the losses
     are bounded on both sides, and the median of losses from two heaps leaps between
     them. A run that diverges slowly takes its level and its noise along, so that no
-    loss ever lies far above them. A change that comes at once is none. `m_low` creeps up to
-    `m32`, half-way in about 140 updates, so that a rise which lasts becomes normal.
+    loss ever lies far above them. A change that comes at once is none. `m_low` creeps
+    up to `m32`, half-way in about 140 updates, so that a rise which lasts becomes
+    normal.
 
     Attributes:
       up: whether the loss has risen and still rises.
