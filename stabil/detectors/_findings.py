@@ -15,6 +15,7 @@ from stabil.detectors._siblings import Departed
 from stabil.vocabulary import Cause, Severity
 
 _UPDATE_JUMP = math.log(1.5)
+_WILD = math.log(100.0)
 
 
 class Evidence(NamedTuple):
@@ -84,7 +85,8 @@ def _out_of_line(d: Deviation, level: jax.Array, x: jax.Array) -> jax.Array:
     """Leaves whose moments leap away from their own level and from all other leaves.
 
     Sound gradients with wild moments mean that the moments are damaged. A leap that
-    most leaves share follows from the gradients and is no damage.
+    most leaves share follows from the gradients and is no damage. The level of a small
+    leaf may be too noisy for its own score; a hundred times all leaves needs none.
     """
     if x.shape[0] == 0:
         return jnp.zeros([0], bool)
@@ -94,8 +96,9 @@ def _out_of_line(d: Deviation, level: jax.Array, x: jax.Array) -> jax.Array:
     median = (jumps[(armed - 1) // 2] + jumps[armed // 2]) / 2
     common = jnp.where(jnp.isfinite(median), jnp.maximum(median, 0.0), 0.0)
     highest = jnp.max(jnp.where(d.armed, level, -jnp.inf))
-    own = (d.score > LEAP_SCORE) & (d.jump - common > LEAP)
-    return d.armed & own & (x - highest - common > LEAP)
+    above = x - highest - common
+    sure = (d.score > LEAP_SCORE) | (above > _WILD)
+    return d.armed & sure & (d.jump - common > LEAP) & (above > LEAP)
 
 
 def spikes(
