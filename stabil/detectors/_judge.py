@@ -8,9 +8,8 @@ Severity by rule:
   BLOCK  something is not finite; the loss leaps (`_loss.py`); an activation jumps, and
          by that passes 100 times its level at the end of the warm-up, or does so while
          loss or gradient spike; the moments of one leaf leap out of line with all
-         others (they are damaged); in
-         the warm-up, from the fourth step on, the gradient norm or an activation leaps
-         to a hundred times its level so far
+         others (they are damaged); in the warm-up, from the fourth step on, the
+         gradient norm or an activation leaps to a hundred times its level so far
   WARN   a loss that rises and stays or drifts up, a level of loss or gradient norm that
          was re-learnt, a norm too large to square, an activation that grew past its
          limit slowly (100 times; 10 times for attention logits) or whose standard

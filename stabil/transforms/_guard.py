@@ -76,11 +76,11 @@ def guard(
     update makes it leap: memory that was overwritten.
     A spike of the gradient alone is not blocked, and clipped from four times the level
     on; a leap in the warm-up, where there is no limit to clip to, is blocked. A loss
-    that leaps (to 2.5 times its level and by ten deviations, or to 1.2 times on a step
-    that is a WARN) is blocked, at most `max_loss_steps` in a row and about 32 in 1,000:
-    bad batches end by then, new data go on. A spike of the loss that lasts, is blocked
-    or comes with a large gradient makes the default clip hold norms down for a while,
-    see `spike_aware`. Other blocks for finite values end after `max_consecutive_steps`,
+    that leaps (to 2.5 times its level and by ten deviations, or to 1.2 times and stays)
+    is blocked, at most `max_loss_steps` in a row and about 32 in 1,000: bad batches end
+    by then, new data go on. A spike of the loss that lasts, is blocked or comes with a
+    large gradient makes the default clip hold norms down for a while, see
+    `spike_aware`. Other blocks for finite values end after `max_consecutive_steps`,
     when the new level is taken as normal; blocks for non-finite values last as long as
     their cause: watch `tally.blocked_in_a_row`. Quiet gradients pass unchanged.
 
