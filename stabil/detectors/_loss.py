@@ -3,8 +3,9 @@
 The loss is judged on its logarithm, and from the first negative loss on as it is.
 Severity by rule:
   BLOCK  1.2 times the level on a WARN, or by eight deviations for the second time in a
-         row; 2.5 times the level and ten deviations; a WARN of the warm-up. Bounded: a
-         lasting change of the data looks the same
+         row; 2.5 times the level and ten deviations; a WARN of the warm-up; the first
+         negative loss, if it is as far below zero as the warm-up ever was above.
+         Bounded: a lasting change of the data or of the loss looks the same
   WARN   the loss rises and stays (the sum of min(z, 6) - 2 over its steps, which a step
          below the level sets to 0, reaches 9) by 5 % or more; or it stays for two steps
          at 2.5 times its level, or at 1.5 times with a spike of the gradient norm; or
@@ -138,7 +139,9 @@ def judge_loss(
       longest_steps: steps after which a high loss is taken as normal.
       max_leaps: leaps in a row, after which the next is none; 0 for none at all.
     """
-    finite = jnp.isfinite(loss)
+    fallen = (loss < -jnp.exp(state.highest)) & jnp.isfinite(loss) & ~state.linear
+    fallen &= (state.level.observed > 1) & (state.refused < max_leaps)
+    finite = jnp.isfinite(loss) & ~fallen
     state = _turn_linear(state, finite & (loss < 0))
     x = jnp.where(loss > 0, jnp.log(jnp.where(loss > 0, loss, 1.0)), jnp.nan)
     x = jnp.where(state.linear, jnp.clip(loss, -_LARGEST, _LARGEST), x)
@@ -161,11 +164,12 @@ def judge_loss(
     early, warmed = _warm(state, x, unit)
     new = jax.tree.map(lambda a, b: jnp.where(height.armed, a, b), new, warmed)
     high = (height.score > threshold) | (level.excursion > 0) & height.armed
-    warn = jnp.where(height.armed, warn, early & usable)
-    leap = _leaps(state, height, level, unit, warn, max_leaps)
-    refused = _REFUSED_DECAY * state.refused + leap.astype(jnp.float32)
-    new = new._replace(level=level, loss=loss, refused=refused)
+    warn = jnp.where(height.armed, warn, early & usable) | fallen
+    leap = _leaps(state, height, level, unit, warn, max_leaps) | fallen
+    new = new._replace(level=level, loss=loss)
     kept = jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, state)
+    refused = _REFUSED_DECAY * state.refused + leap.astype(jnp.float32)
+    kept = kept._replace(refused=jnp.where(usable | fallen, refused, state.refused))
 
     severity = jnp.where(high, jnp.int32(Severity.WATCH), jnp.int32(Severity.OK))
     severity = jnp.where(warn, jnp.int32(Severity.WARN), severity)

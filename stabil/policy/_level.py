@@ -125,9 +125,9 @@ class LossLevel:
         beyond = min(20 * noise, max(10 * noise, 0.5 * size))
         self._extreme = middle + max(beyond, 0.25 * size)
         if self._accepted_since_jump >= _RECENT:
-            # One wildly low loss must not look like a rise when it is over.
+            # Wildly low losses must not look like a rise when they are over.
             low = 2 * middle - self._far
-            self.drift.observe([max(x, low) for x in losses])
+            self.drift.observe([x for x in losses if x >= low])
         else:
             # A loss that comes down from a jump has not risen slowly.
             self.drift.pause()

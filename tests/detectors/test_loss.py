@@ -117,6 +117,27 @@ def test_leaps_are_warnings_or_huge_and_have_an_end(rng, max_leaps):
         assert leap[9, 400::50].all()
 
 
+@pytest.mark.parametrize("begin", [5, 300])
+def test_the_first_loss_far_below_zero_is_refused_and_learnt_in_the_end(rng, begin):
+    t = np.arange(STEPS)
+    losses = ((1 + 2 * np.exp(-t / 80)) * np.exp(0.01 * rng.normal(size=STEPS))).astype(
+        np.float32
+    )
+    burst, lasting, mild = losses.copy(), losses.copy(), losses.copy()
+    burst[begin : begin + 8] = -1e4
+    lasting[begin:] = -1e4
+    mild[begin:] -= 2  # falls through zero
+    rows = np.stack([losses, burst, lasting, mild])
+    run = jax.jit(jax.vmap(lambda x: play(x, jnp.zeros_like(x), 200)[1]))
+    severity, _, _, leap = map(np.asarray, run(rows))
+    assert not np.any(leap[[0, 3]])
+    np.testing.assert_array_equal(np.flatnonzero(leap[1]), begin + np.arange(8))
+    assert np.all(severity[1][leap[1]] == 2) and np.all(severity[1][~leap[1]] == 0)
+    refused = np.flatnonzero(leap[2])
+    np.testing.assert_array_equal(refused, begin + np.arange(len(refused)))
+    assert len(refused) in (16, 17)
+
+
 def test_nonfinite_changes_nothing(rng):
     losses = streams(rng)[:, 3:]
     zeros = np.zeros((len(losses), STEPS), np.float32)
