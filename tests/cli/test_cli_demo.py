@@ -54,7 +54,8 @@ def test_every_fault_is_named_at_its_step_and_layer(demo):
     lost = {row["title"]: row["steps_lost"] for row in report["faults"]}
     for title in ("gradient outlier", "moment overwritten", "NaN in activations"):
         assert lost[title] <= 1
-    assert report["runs"]["protected"]["rollbacks"] == 2  # the burst, the weights
+    assert lost["corrupted batches"] <= 8  # as many as there are
+    assert report["runs"]["protected"]["rollbacks"] == 1  # for the weights
 
 
 def test_files_of_the_run(demo):
