@@ -102,7 +102,7 @@ class LossFinding(NamedTuple):
       score: float32 scalar, robust standard deviations above the level.
       spike: bool scalar, whether the loss is out of line.
       shifted: bool scalar, whether a higher level was accepted as normal.
-      leap: bool scalar, whether the loss stands so high that the step is to be refused.
+      leap: bool scalar, whether the loss is so far off that the step is refused.
     """
 
     severity: jax.Array
@@ -140,7 +140,8 @@ def judge_loss(
       max_leaps: leaps in a row, after which the next is none; 0 for none at all.
     """
     fallen = (loss < -jnp.exp(state.highest)) & jnp.isfinite(loss) & ~state.linear
-    fallen &= (state.level.observed > 1) & (state.refused < max_leaps)
+    most = min(max_leaps, _MOST_REFUSED)
+    fallen &= (state.level.observed > 1) & (state.refused < most)
     finite = jnp.isfinite(loss) & ~fallen
     state = _turn_linear(state, finite & (loss < 0))
     x = jnp.where(loss > 0, jnp.log(jnp.where(loss > 0, loss, 1.0)), jnp.nan)
@@ -165,7 +166,7 @@ def judge_loss(
     new = jax.tree.map(lambda a, b: jnp.where(height.armed, a, b), new, warmed)
     high = (height.score > threshold) | (level.excursion > 0) & height.armed
     warn = jnp.where(height.armed, warn, early & usable) | fallen
-    leap = _leaps(state, height, level, unit, warn, max_leaps) | fallen
+    leap = _leaps(state, height, level, unit, warn, max_leaps)
     new = new._replace(level=level, loss=loss)
     kept = jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, state)
     refused = _REFUSED_DECAY * state.refused + leap.astype(jnp.float32)
@@ -197,7 +198,7 @@ def _leaps(
     leap = (warn | again) & (jump > _LEAST_LEAP)
     leap |= (height.score > _LEAP_SCORE) & (jump > _HUGE_JUMP)
     leap &= (level.excursion > 0) & (level.excursion <= max_leaps)
-    # The warm-up, which ends by itself.
+    # The warm-up, which ends by itself, or a loss that has fallen far below zero.
     leap = jnp.where(height.armed, leap, warn & (max_leaps > 0))
     return leap & (state.refused < _MOST_REFUSED)
 
