@@ -67,7 +67,7 @@ class Session:
       ...     )
       ...     vitals = stabil.vitals(opt_state, params=params)
       ...     return (optax.apply_updates(params, updates), opt_state), vitals
-      >>> batches = [1.0, 2.0, float("nan"), 4.0]
+      >>> batches = [1.0, 2.0, float("nan"), 2.0]
       >>> with Session(tempfile.mkdtemp(), total_steps=4) as session:
       ...     state = (jnp.float32(0), tx.init(jnp.float32(0)))
       ...     for step, batch in session.steps(state, lambda i: batches[i]):
