@@ -68,7 +68,7 @@ class Groups:
         The damaged leaf tells, then the first offending signal, then the other signals
         that were at fault.
         """
-        for signal in (seen.damaged, seen.first, *seen.also):
+        for signal in (seen.damaged, seen.leapt, seen.first, *seen.also):
             name = self.named(signal)
             if name:
                 return name

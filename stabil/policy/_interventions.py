@@ -50,6 +50,11 @@ class Interventions:
         """The strongest rung that is due; before it a wait that came instead of one."""
         if seen.damaged is not None:
             return [self._save_damaged(track, seen)]
+        if seen.leapt is not None and seen.can_roll_back:
+            why = f"{seen.leapt} has entries that no update has made"
+            for rung in self.rungs:
+                if rung.kind == "rollback":
+                    return [self._roll_back(rung, track, seen, {}, why)]
         waits: list[Action] = []
         for rung in reversed(self.rungs):
             if rung.kind == "look" or not track.may(rung, seen):

@@ -55,6 +55,7 @@ class Track:
         return (
             seen.severity <= OK
             and seen.damaged is None
+            and seen.leapt is None
             and not self.episode.is_open
             and not self.drifted_steps
             and self.streaks.blocked_since is None

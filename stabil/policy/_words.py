@@ -29,6 +29,7 @@ class Observation(NamedTuple):
       sample_ids: what the user calls the samples of the batch.
       also: further signals that were at fault, in forward order.
       damaged: name of a leaf of the state that was found non-finite, or None.
+      leapt: name of a parameter leaf with entries that no update has made, or None.
       can_roll_back: whether there are checkpoints to go back to.
     """
 
@@ -47,6 +48,7 @@ class Observation(NamedTuple):
     sample_ids: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     damaged: str | None = None
+    leapt: str | None = None
     can_roll_back: bool = True
 
 

@@ -19,6 +19,7 @@ from stabil.session._flight import (
     to_observation,
     worst,
 )
+from stabil.session._leaps import LeapCheck
 from stabil.session._pace import Pace
 from stabil.session._reporter import Reporter
 from stabil.session._rescue import Rescue, Return
@@ -55,7 +56,7 @@ class Watch:
         self._black_box = BlackBox()
         self._is_alone = jax.process_count() == 1
         self._judged = -1
-        self._damage = DamageCheck()
+        self._damage, self._leaps = DamageCheck(), LeapCheck()
         self._data: Any = None  # `Data` from `begin` on
         self._resets = self._postponed = 0
         self._reset_due = self._is_due = self._is_put_off = False
@@ -101,6 +102,8 @@ class Watch:
         self._resets = number(vitals.tally.resets)
         if state is not None:
             seen = self._damage(seen, state, is_kept and can_roll_back)
+            if can_roll_back:
+                seen = self._leaps(seen, state, vitals.signals, is_kept)
         self._black_box.take(seen)
         costs = functools.partial(self.rescue.price, next_step=next_step)
         actions = self._policy.decide(self._shared(seen), costs)
@@ -173,7 +176,8 @@ class Watch:
     def finish(self, step: int) -> None:
         """Waits for the last save and tags it; a failure is told and not raised."""
         try:
-            self.rescue.finish(healthy=not self._policy.event_open)
+            wrong = self._policy.event_open or self._policy.in_trouble
+            self.rescue.finish(healthy=not wrong)
         except Exception as error:
             self._failed_save(step, error)
 

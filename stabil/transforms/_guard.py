@@ -89,9 +89,9 @@ def guard(
     `stabil.select(stabil.vitals(opt_state), new, old)`. Does not: see every entry of
     the moments and parameters; it reads a few columns of each, which keeps the cost of
     clipping. Does not: tell damage from a change that you make yourself: a leaf that
-    you more than double in size is refused like damage. Parameters that you put in
-    between `init` and the first step are not, unless they are a single leaf, 20 times
-    as large as before.
+    you more than double in size, or cut to a quarter, is refused like damage, for
+    `max_consecutive_steps - 1` steps. Parameters that you put in between `init` and the
+    first step are not, unless they are a single leaf, 20 times as large as before.
     With no anomaly, params and inner state equal those of an unguarded run bit for bit;
     tested on CPU for Adam, AdamW, Lion and SGD with momentum. Of other optimizers the
     last bits of a parameter may differ: XLA may contract the closing multiply and add

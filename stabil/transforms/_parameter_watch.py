@@ -4,12 +4,12 @@ A flipped bit, a faulty copy or an overwritten buffer leaves a finite parameter 
 update has made. What such a leaf puts out need not jump: a norm behind it hides it, and
 a bias starts from nothing. Its own size jumps.
 
-  damaged  <=>  |r_t - r| > r + 8 c
+  damaged  <=>  r_t > 2 r + 8 c  or  r_t < r / 4 and r_t < r - 8 c
 
 with r_t the root mean square of a sample of the leaf, r the last one that was believed
 and c the largest of its recent changes, which fades by 2 % a step. A leaf is judged
-once it has had a size for two steps; at the first step by its size at `init`, and more
-carefully, since people put other parameters in after it:
+once it has had a size for two steps, for a fall after 20. At the first step it is
+judged by its size at `init`, and more carefully, since people put other parameters in:
 
   damaged  <=>  r_0 > 20 r_init > 0, while no other leaf's size has changed at all
 
@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from stabil import _tree
 from stabil.vocabulary import Cause, Severity, Verdict
 
-_ARMED_AFTER = 2  # steps
+_ARMED_AFTER, _SETTLED_AFTER = 2, 20  # steps
 _RECENT = 0.98
 _LEAP = 8.0
+_FALL = 0.25
 _FIRST_LEAP = 20.0
 _UNTOUCHED = 1e-5  # relative; another program adds up in another order
 
@@ -41,7 +42,7 @@ class ParameterSizes(NamedTuple):
       size: float32 `[G]`, the last believed root mean square of the leaf's sample; NaN
         before the first, where `init` saw only zeros or no values.
       change: float32 `[G]`, the largest recent change of `size`.
-      sized_steps: int32 `[G]`, steps with a size above 0, up to two.
+      sized_steps: int32 `[G]`, steps with a size above 0, up to 20.
       refused_in_a_row: int32 scalar, steps in a row that were refused for finite sizes.
     """
 
@@ -89,13 +90,16 @@ def watch_parameters(
     armed = (state.sized_steps >= _ARMED_AFTER) & (state.size > 0)
     is_first = (state.sized_steps == 0) & (state.size > 0)
     leapt = armed & (moved > state.size + _LEAP * state.change)
+    settled = state.sized_steps >= _SETTLED_AFTER
+    fallen = (x < _FALL * state.size) & (moved > _LEAP * state.change)
+    leapt |= settled & fallen
     leapt = (leapt | is_first & _leapt_alone(state.size, x)) & ~bad
     patient = state.refused_in_a_row + 1 < max_consecutive_steps
     damaged = leapt & patient
     kept = bad | damaged
     # The first size is no change, and a leap that is believed after all is none.
     change = jnp.where(leapt | is_first | jnp.isnan(moved), 0.0, moved)
-    sized = jnp.minimum(state.sized_steps + (x > 0), _ARMED_AFTER).astype(jnp.int32)
+    sized = state.sized_steps + (x > 0).astype(jnp.int32)
     return (
         damaged,
         bad,
@@ -104,7 +108,9 @@ def watch_parameters(
             change=jnp.where(
                 kept, state.change, jnp.maximum(_RECENT * state.change, change)
             ),
-            sized_steps=jnp.where(kept, state.sized_steps, sized),
+            sized_steps=jnp.where(
+                kept, state.sized_steps, jnp.minimum(sized, _SETTLED_AFTER)
+            ),
             refused_in_a_row=jnp.where(
                 jnp.any(damaged), state.refused_in_a_row + 1, 0
             ).astype(jnp.int32),

@@ -1,7 +1,10 @@
 """Only later steps make a checkpoint healthy."""
 
 import numpy as np
+import pytest
+from fake_run import FakeKeeper, make_vitals
 
+import stabil
 from stabil.session._tags import HealthTags
 
 
@@ -117,3 +120,17 @@ def test_a_verdict_that_the_disk_refused_is_given_again(keeper, monkeypatch):
     assert tags.take_problem() is None and keeper.tags[5] == "pending"
     observe(tags, ".")
     assert keeper.tags[5] == "healthy" and tags.take_problem() is None
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.002])
+def test_a_run_that_ends_while_its_loss_rises_ends_on_no_healthy_step(tmp_path, growth):
+    keeper, rng = FakeKeeper(save_every=1000), np.random.default_rng(0)
+    losses = np.exp(growth * np.maximum(np.arange(400) - 200, 0))
+    losses *= 1.5 + 0.1 * rng.normal(size=400)
+    with stabil.Session(
+        tmp_path, checkpoints=keeper, total_steps=400, progress=False
+    ) as session:
+        for step, _ in session.steps(0, lambda i: i):
+            session.end_step(0, make_vitals(loss=losses[step]))
+    assert keeper.tags[0] == "healthy"
+    assert (keeper.tags[400] == "healthy") == (growth == 0)

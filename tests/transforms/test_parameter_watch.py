@@ -85,6 +85,18 @@ def test_damage_is_blocked_at_once_and_named(where, how):
         np.testing.assert_array_equal(params[name][15], clean[name][11])
 
 
+@pytest.mark.parametrize("how", [("scale", 0.01), ("garbage", 0.1)], ids=str)
+def test_a_leaf_that_falls_to_nothing_is_blocked_once_its_changes_are_known(how):
+    severities, causes, named, _ = outcome(fault("kernel", *how, step=25))
+    assert severities == [0] * 25 + [3] * 4 + [0] * 11
+    assert causes[25] == ("parameter_leap",) and named[25] == "params/kernel"
+    assert outcome(fault("kernel", *how, step=12))[0] == [0] * 40
+    # A leaf of one entry passes through zero, as training goes.
+    severities, _, _, params = outcome(after=PARAMS | {"crosses": jnp.full([1], 0.253)})
+    assert severities == [0] * 40
+    assert np.abs(params["crosses"])[24:27].min() < 0.006
+
+
 def test_refusal_of_finite_sizes_comes_to_an_end():
     severities, _, _, params = outcome(fault("bias", "scale", 100.0))
     assert severities == [0] * 12 + [3] * 4 + [0] * 24
