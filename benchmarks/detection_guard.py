@@ -27,6 +27,7 @@ def _play(
             gradient_sums=jnp.square(norm)[None],
             moment_levels=jnp.full([1], jnp.nan),
             bad_moments=jnp.zeros([1], bool),
+            impossible_moments=jnp.zeros([1], bool),
             update_rms=jnp.float32(jnp.nan),
             rows=read_rows(None, 0),
         )

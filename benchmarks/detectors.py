@@ -48,6 +48,7 @@ def judge_step(signals: int, rows: int) -> tuple[Callable[..., Any], Any, str]:
         gradient_sums=jnp.ones(leaves),
         moment_levels=jnp.ones(leaves),
         bad_moments=jnp.zeros(leaves, bool),
+        impossible_moments=jnp.zeros(leaves, bool),
         update_rms=jnp.float32(0.2),
         rows=read_rows(readings, rows),
     )

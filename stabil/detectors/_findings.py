@@ -28,6 +28,8 @@ class Evidence(NamedTuple):
       moment_levels: float32 `[G]`, how large the optimizer's moments are, as
         `stabil.transforms` samples them; NaN where there are none.
       bad_moments: bool `[G]`, leaves whose sampled moments are not finite.
+      impossible_moments: bool `[G]`, leaves whose sampled moments no gradients make in
+        the warm-up.
       update_rms: float32 scalar, `Measures.update_rms`; NaN where there is none.
       rows: `Rows`, what the readings say.
     """
@@ -37,6 +39,7 @@ class Evidence(NamedTuple):
     gradient_sums: jax.Array
     moment_levels: jax.Array
     bad_moments: jax.Array
+    impossible_moments: jax.Array
     update_rms: jax.Array
     rows: Rows
 
@@ -110,6 +113,7 @@ def spikes(
     wild = _out_of_line(
         Deviation(*(v[moments] for v in d)), location[moments], x[moments]
     )
+    wild |= e.impossible_moments & ~d.armed[moments]
     # Damaged moments make a wild update: that is one finding.
     wide = (d.score[-1] > threshold) & (d.jump[-1] > _UPDATE_JUMP) & ~jnp.any(wild)
     return dict(

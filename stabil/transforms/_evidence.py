@@ -52,6 +52,7 @@ def gather(
         gradient_sums=sums,
         moment_levels=moments.level,
         bad_moments=moments.bad,
+        impossible_moments=moments.impossible,
         update_rms=moments.rms,
         rows=read_rows(readings, max_readings),
     )

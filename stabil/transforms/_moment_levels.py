@@ -6,9 +6,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from stabil import _tree
+from stabil.transforms._find_moments import Moments
 from stabil.transforms._moments import find_moments
+
+# Adam's first moment over the root of its second, which is at most
+# (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) whatever the gradients are, by Cauchy and
+# Schwarz: 7 with b1, b2 = 0.9, 0.999, and 72 with b2 = 0.99999. ADOPT, which keeps its
+# moments in the same record, bounds the first: by 2.2 in the first 20 steps.
+_IMPOSSIBLE, _LARGEST_FIRST = 1000.0, 3.0
 
 
 class MomentLevels(NamedTuple):
@@ -20,11 +28,13 @@ class MomentLevels(NamedTuple):
         before its learning rate). NaN for a leaf without a first moment.
       bad: bool `[leaves]`, whether the sample holds a non-finite value or a negative
         second moment.
+      impossible: bool `[leaves]`, moments that Adam cannot make within 20 steps.
       rms: float32 scalar, `level` over all leaves that have both moments; NaN if none.
     """
 
     level: jax.Array
     bad: jax.Array
+    impossible: jax.Array
     rms: jax.Array
 
 
@@ -52,7 +62,8 @@ def moment_levels(state: Any, params: Any) -> MomentLevels:
             v = _tree.columns(x).astype(jnp.float32)
             second[m.leaf] = jnp.sum(v + (v - v)) / max(v.size, 1)
     if not shapes:
-        return MomentLevels(jnp.zeros([0]), jnp.zeros([0], bool), nan)
+        none = jnp.zeros([0], bool)
+        return MomentLevels(jnp.zeros([0]), none, none, nan)
     seen = jnp.stack(first + second).reshape(2, -1)
     has_first = jnp.asarray([x is not nan for x in first])
     has_second = jnp.asarray([x is not nan for x in second])
@@ -67,4 +78,24 @@ def moment_levels(state: Any, params: Any) -> MomentLevels:
     total = jnp.sum(jnp.where(both, ratio * sizes, 0.0))
     weight = jnp.sum(jnp.where(both, sizes, 0.0))
     rms = jnp.sqrt(total / jnp.where(weight > 0, weight, jnp.nan))
-    return MomentLevels(jnp.sqrt(ratio), bad, rms)
+    level = jnp.sqrt(ratio)
+    impossible = _are_of_adam(state, found, len(shapes)) & (level > _IMPOSSIBLE)
+    impossible &= seen[0] > _LARGEST_FIRST**2
+    return MomentLevels(level, bad, impossible, rms)
+
+
+def _are_of_adam(state: Any, found: Moments, leaves: int) -> jax.Array:
+    """Leaves bool `[leaves]`, static, whose moments stand in one Adam's record."""
+    known = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
+    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=known)[0]
+    heads = [_tree.path_name(path) for path, node in nodes if known(node)]
+    first = {m.leaf: m.path for m in found.first}
+    second = {m.leaf: m.path for m in found.second}
+
+    def paired(leaf: int, head: str) -> bool:
+        start = f"{head}/" if head else ""
+        mu, nu = first.get(leaf, ""), second.get(leaf, "")
+        return mu.startswith(f"{start}mu") and nu.startswith(f"{start}nu")
+
+    pairs = [any(paired(i, head) for head in heads) for i in range(leaves)]
+    return jnp.asarray(pairs)

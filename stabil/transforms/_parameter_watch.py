@@ -9,9 +9,11 @@ a bias starts from nothing. Its own size jumps.
 with r_t the root mean square of a sample of the leaf, r the last one that was believed
 and c the largest of its recent changes, which fades by 2 % a step. A leaf is judged
 once it has had a size for two steps, for a fall after 20. At the first step it is
-judged by its size at `init`, and more carefully, since people put other parameters in:
+judged by its size at `init`, and more carefully, since people put other parameters in;
+at the second, where no change is known, by the sizes of all leaves:
 
   damaged  <=>  r_0 > 20 r_init > 0, while no other leaf's size has changed at all
+  damaged  <=>  r_1 > 20 r_0 > 0, and above four times the largest leaf before
 
 An update can do this too, where a learning rate leaps and a leaf is small; so the
 refusal of finite sizes is bounded.
@@ -31,7 +33,7 @@ _ARMED_AFTER, _SETTLED_AFTER = 2, 20  # steps
 _RECENT = 0.98
 _LEAP = 8.0
 _FALL = 0.25
-_FIRST_LEAP = 20.0
+_FIRST_LEAP, _OVER_ALL = 20.0, 4.0
 _UNTOUCHED = 1e-5  # relative; another program adds up in another order
 
 
@@ -93,6 +95,8 @@ def watch_parameters(
     settled = state.sized_steps >= _SETTLED_AFTER
     fallen = (x < _FALL * state.size) & (moved > _LEAP * state.change)
     leapt |= settled & fallen
+    is_second = (state.sized_steps == 1) & (x > _FIRST_LEAP * state.size)
+    leapt |= is_second & (x > _OVER_ALL * jnp.nanmax(state.size))
     leapt = (leapt | is_first & _leapt_alone(state.size, x)) & ~bad
     patient = state.refused_in_a_row + 1 < max_consecutive_steps
     damaged = leapt & patient

@@ -24,6 +24,7 @@ def one_step(state, inputs):
         gradient_sums=sums,
         moment_levels=jnp.sqrt(sums),
         bad_moments=jnp.zeros(LEAVES, bool),
+        impossible_moments=jnp.zeros(LEAVES, bool),
         update_rms=update,
         rows=read_rows(stabil.Readings(table, NAMES, STATISTICS), ROWS),
     )

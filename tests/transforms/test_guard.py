@@ -367,6 +367,54 @@ def test_garbage_in_a_moment_is_blocked_reset_and_named():
     assert float(after) < 1.1 * float(loss)
 
 
+def _young(optimizer, steps, scale):
+    """A guard's update and state after a few steps, with gradients of any scale."""
+    params = {"bias": jnp.zeros(6), "kernel": jnp.ones([8, 6]), "one": jnp.zeros([])}
+    tx, rng = stabil.guard(optimizer, clip=None), np.random.default_rng(0)
+    update, state, severities = jax.jit(tx.update), tx.init(params), []
+    for _ in range(steps):
+        grads = jax.tree.map(
+            lambda p: jnp.float32(scale(rng) * rng.normal(size=p.shape)), params
+        )
+        state = update(grads, state, params)[1]
+        severities.append(stabil.vitals(state).causes)
+    return update, state, grads, params, severities
+
+
+@pytest.mark.parametrize("steps", [1, 2, 12])
+def test_moments_that_adam_cannot_make_are_restarted_in_the_warmup(steps):
+    update, state, grads, params, _ = _young(optax.adam(1e-3), steps, lambda _: 0.1)
+    adam = state.inner_state[0]
+    mu = adam.mu | {"bias": jnp.full(6, 200.0)}
+    broken = state._replace(inner_state=(adam._replace(mu=mu), *state.inner_state[1:]))
+    updates, state = update(grads, broken, params)
+    v = stabil.vitals(state, params=params)
+    assert (v.causes, v.first) == (("moment_spike",), "moments/bias")
+    assert not np.any(updates["bias"]) and int(v.tally.resets) == 1
+    assert not np.any(state.inner_state[0].mu["bias"])
+    assert int(stabil.vitals(update(grads, state, params)[1]).severity) == Severity.OK
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(1e-3, b1=0.95, b2=0.9999),
+        optax.adamw(1e-3, mu_dtype=jnp.bfloat16, weight_decay=10.0),
+        optax.chain(optax.normalize_by_update_norm(1e6), optax.adam(1e-3)),
+        optax.adabelief(1e-3),
+        optax.adamax(1e-3),
+        optax.yogi(1e-3),
+        optax.contrib.adopt(1e-3),
+    ],
+    ids=["adam", "adamw", "normalised", "adabelief", "adamax", "yogi", "adopt"],
+)
+def test_no_gradients_make_moments_that_look_damaged_in_the_warmup(optimizer):
+    for lowest, highest in ((-6, 4), (-5, -5)):
+        scale = lambda rng: 10.0 ** rng.uniform(lowest, highest)  # noqa: B023, E731
+        *_, causes = _young(optimizer, 19, scale)
+        assert not any("moment_spike" in found for found in causes)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_garbage_in_the_moment_of_a_small_noisy_leaf_is_blocked(seed):
     """Its level is so noisy that not even a leap to a thousand times scores high."""

@@ -97,6 +97,15 @@ def test_a_leaf_that_falls_to_nothing_is_blocked_once_its_changes_are_known(how)
     assert np.abs(params["crosses"])[24:27].min() < 0.006
 
 
+def test_damage_at_the_second_step_is_blocked_by_the_sizes_of_all_leaves():
+    severities, causes, named, _ = outcome(fault("kernel", "scale", 100.0, step=1))
+    assert severities == [0] + [3] * 4 + [0] * 35
+    assert causes[1] == ("parameter_leap",) and named[1] == "params/kernel"
+    # A small leaf may grow so, as a rate rises from nothing.
+    rates = np.float32([1e-6, 1.0, 1.0, 1.0] + [1.0] * 36)
+    assert outcome(rates=rates)[0] == [0] * 40
+
+
 def test_refusal_of_finite_sizes_comes_to_an_end():
     severities, _, _, params = outcome(fault("bias", "scale", 100.0))
     assert severities == [0] * 12 + [3] * 4 + [0] * 24
