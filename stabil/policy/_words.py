@@ -51,6 +51,12 @@ class Observation(NamedTuple):
     leapt: str | None = None
     can_roll_back: bool = True
 
+    def warned(self, cause: str, signal: str) -> Observation:
+        """At least a WARN, with one cause more and a first signal if it had none."""
+        causes = self.causes if cause in self.causes else (*self.causes, cause)
+        severity, first = max(self.severity, WARN), self.first or signal
+        return self._replace(severity=severity, causes=causes, first=first)
+
 
 class Action(NamedTuple):
     """One thing to do, or one thing that the device has already done.

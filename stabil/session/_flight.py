@@ -189,11 +189,7 @@ class DamageCheck:
         if found is None or suspected:
             return seen._replace(damaged=found)
         # Nothing that was computed so far has met it.
-        severity = max(seen.severity, int(Severity.WARN))
-        first, causes = seen.first or found, (*seen.causes, "nonfinite_parameter")
-        return seen._replace(
-            damaged=found, severity=severity, causes=causes, first=first
-        )
+        return seen.warned("nonfinite_parameter", found)._replace(damaged=found)
 
 
 def _is_record(node: Any) -> bool:

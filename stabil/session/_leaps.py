@@ -20,7 +20,7 @@ import numpy as np
 
 from stabil._tree import is_measured, path_name
 from stabil.policy import Observation
-from stabil.vocabulary import Cause, Severity
+from stabil.vocabulary import Severity
 
 _OVER_ALL, _OVER_OWN = 4.0, 30.0
 _FIRST_LOOK = 4
@@ -59,11 +59,8 @@ class LeapCheck:
         found = self._look(seen.step, state, signals)
         if found is None:
             return seen
-        name, cause = f"params/{found}", Cause.PARAMETER_LEAP.name.lower()
-        causes = seen.causes if cause in seen.causes else (*seen.causes, cause)
-        severity = max(seen.severity, int(Severity.WARN))
-        first = seen.first or name
-        return seen._replace(leapt=name, causes=causes, severity=severity, first=first)
+        name = f"params/{found}"
+        return seen.warned("parameter_leap", name)._replace(leapt=name)
 
     def _is_due(self, seen: Observation) -> bool:
         if seen.severity > Severity.OK and not _SYMPTOMS.isdisjoint(seen.causes):
@@ -82,11 +79,10 @@ class LeapCheck:
         told = None
         for name, (largest, mean) in zip(leaves, extent, strict=True):
             own = _OVER_OWN * max(self._largest.get(name, np.inf), mean)
-            if largest > max(bound, own):
-                if step - self._told.get(name, -_BELIEVED_STEPS) >= _BELIEVED_STEPS:
-                    told = told or name
-                    continue
-            if np.isfinite(largest):
+            believed = step - self._told.get(name, -_BELIEVED_STEPS) < _BELIEVED_STEPS
+            if largest > max(bound, own) and not believed:
+                told = told or name
+            elif np.isfinite(largest):
                 self._largest[name] = largest
         if told is not None:
             self._told[told] = step

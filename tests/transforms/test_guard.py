@@ -371,14 +371,14 @@ def _young(optimizer, steps, scale):
     """A guard's update and state after a few steps, with gradients of any scale."""
     params = {"bias": jnp.zeros(6), "kernel": jnp.ones([8, 6]), "one": jnp.zeros([])}
     tx, rng = stabil.guard(optimizer, clip=None), np.random.default_rng(0)
-    update, state, severities = jax.jit(tx.update), tx.init(params), []
+    update, state, causes = jax.jit(tx.update), tx.init(params), []
     for _ in range(steps):
         grads = jax.tree.map(
             lambda p: jnp.float32(scale(rng) * rng.normal(size=p.shape)), params
         )
         state = update(grads, state, params)[1]
-        severities.append(stabil.vitals(state).causes)
-    return update, state, grads, params, severities
+        causes.append(stabil.vitals(state).causes)
+    return update, state, grads, params, causes
 
 
 @pytest.mark.parametrize("steps", [1, 2, 12])
